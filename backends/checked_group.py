@@ -148,7 +148,7 @@ class CheckedGroup(Group):
             )
 
     def _split(self, operation: str, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Each rank's numel in a tensor that is cut over all of them."""
+        """Returns each rank's numel in a tensor that is cut over all of them."""
         world = self.world_size
         if sizes is None and tensor.numel() % world:
             raise ConfigurationError(
@@ -168,7 +168,7 @@ class CheckedGroup(Group):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
+    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
@@ -206,7 +206,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """The group ranks of a sub-group, in ascending order."""
+    """Returns the group ranks of a sub-group, in ascending order."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(
@@ -222,6 +222,6 @@ def is_group(thing: object) -> TypeGuard[Group]:
 
 
 def size_of(process_group: object) -> int | None:
-    """How many ranks an object with ``rank()`` and ``size()`` has; None for all other objects."""
+    """Returns how many ranks an object with ``rank()`` and ``size()`` has; None for all other objects."""
     size = getattr(process_group, "size", None)
     return size() if callable(size) and callable(getattr(process_group, "rank", None)) else None

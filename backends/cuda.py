@@ -48,7 +48,7 @@ class NcclGroup(StreamGroup):
     ends_at_exit = False  # see _end_communicators
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        """An NCCL communicator of these group ranks, known to them alone (as for gloo: see the base).
+        """Returns an NCCL communicator of these group ranks, known to them alone (as for gloo: see the base).
 
         It is connected here, where all of them are, and not when something is in flight.
         """

@@ -70,7 +70,7 @@ class ObjectsOverTensors(CheckedGroup):
 
 
 def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
-    """The pickled object, and the number of bytes on every rank."""
+    """Returns the pickled object, and the number of bytes on every rank."""
     problem: Exception | None = None
     data = bytearray()
     if sends:
@@ -125,7 +125,7 @@ class ObjectsOverBytes(CheckedGroup):
 
     @abc.abstractmethod
     def _exchange(self, what: str, label: str, data: bytes) -> list[bytes]:
-        """Each rank's bytes, in group order; ``what`` has to be equal on all ranks."""
+        """Returns each rank's bytes, in group order; ``what`` has to be equal on all ranks."""
 
     def _pack(self, obj: object) -> bytes:
         return pickle.dumps(obj)

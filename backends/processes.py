@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 # ---------------------------------------------------------------- in a rank
 def _die_with_parent() -> None:
-    """The kernel ends this process with its parent (Linux; elsewhere an idle rank ends at the closed pipe)."""
+    """Has the kernel end this process with its parent (Linux; elsewhere an idle rank ends at the closed pipe)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -213,7 +213,7 @@ class RankPool:
         self._collect(self._start_timeout, "the ranks are not ready (start_timeout)")
 
     def _collect(self, timeout: float | None, late: str = "no answer") -> list[object]:
-        """One answer from each rank; the first failure ends all of them."""
+        """Returns one answer from each rank; the first failure ends all of them."""
         deadline = None if timeout is None else time.monotonic() + timeout
         results: dict[int, object] = {}
         waiting = dict(enumerate(self._connections))

@@ -83,7 +83,7 @@ class Name(str):
         return self.written()
 
     def written(self) -> str:
-        """The end of what it has written so far."""
+        """Returns the end of what it has written so far."""
         size = os.fstat(self.file.fileno()).st_size
         written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
         return written.decode(errors="replace").partition("\nExtension modules: ")[0]
@@ -139,7 +139,7 @@ class ProcessTime:
 
 
 def _state(pid: int | None) -> tuple[str, float]:
-    """One letter, and the seconds for which it had a core; nothing if that is not known."""
+    """Returns one letter, and the seconds for which it had a core; nothing if that is not known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -174,7 +174,7 @@ class TpuGroup(StreamGroup):
 
     # ------------------------------------------------------------ tensors
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """One all-gather, or for uneven sizes one broadcast a rank."""
+        """Issues one all-gather, or for uneven sizes one broadcast a rank."""
         if is_even(parts):
             return super()._all_gather(output, shard, parts, async_op, label)
         numel = output.numel()
@@ -191,7 +191,7 @@ class TpuGroup(StreamGroup):
     def _reduce_scatter(
         self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
-        """One reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
+        """Issues one reduce-scatter, or for uneven sizes an all-reduce in place, of which the own part is taken.
 
         Padded to the fullest rank's size, the parts would be more bytes, and would have to be held.
         """

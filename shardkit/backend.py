@@ -145,7 +145,7 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def channel(self, name: str) -> Group:
-        """The same ranks over a separate connection: calls in different channels never meet.
+        """Returns the same ranks over a separate connection: calls in different channels never meet.
 
         The first call for a name is a collective; later ones return the same group.
         """
@@ -220,15 +220,15 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        """Each rank's bytes, of any length, in rank order, on every rank."""
+        """Returns each rank's bytes, of any length, in rank order, on every rank."""
 
     @abc.abstractmethod
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        """Each rank's picklable object, in rank order, on every rank."""
+        """Returns each rank's picklable object, in rank order, on every rank."""
 
     @abc.abstractmethod
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        """Each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
+        """Returns each rank's picklable object, in rank order, on ``dst``; None elsewhere."""
 
     @abc.abstractmethod
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T: ...
@@ -280,7 +280,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def device(self) -> torch.device:
-        """This rank's device."""
+        """Returns this rank's device."""
 
     def device_count(self) -> int:
         """Accelerators of this machine that ranks can have; 0: as torch.accelerator counts them."""
@@ -292,7 +292,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def group(self, process_group: ProcessGroup = None) -> Group:
-        """The :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
+        """Returns the :class:`Group` for what a user passes as ``process_group``: None (all ranks), a
         torch.distributed group, a Group, or an object with ``rank()`` and ``size()``.
 
         Raises:
@@ -309,7 +309,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A host copy that the device can read asynchronously."""
+        """Returns a host copy that the device can read asynchronously."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -396,7 +396,7 @@ def _named(path: str) -> AnyCallable:
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name (one instance a process).
+    """Returns the backend of that name (one instance a process).
 
     Raises:
         BackendError: no such backend, or it is not available on this machine.
@@ -413,7 +413,7 @@ def register_rank_provider(provider: Callable[[], Backend | None]) -> None:
 
 
 def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = None) -> Backend:
-    """The backend for these tensors: the named one, the one whose rank is calling, or by device type.
+    """Returns the backend for these tensors: the named one, the one whose rank is calling, or by device type.
 
     Raises:
         BackendError: tensors of a device type that no backend serves.
@@ -453,7 +453,7 @@ def backend_of_job(name: str | Backend | None = None) -> Backend:
 
 
 def backend_for_device(device_type: str) -> Backend:
-    """The backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
+    """Returns the backend that serves a device type ("cpu" and "meta": gloo); a BackendError if none does."""
     backend = _serving(device_type)
     if backend is None:
         raise BackendError(

@@ -36,7 +36,7 @@ _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 
 
 def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
-    """Each rank's value, in rank order, on every rank (collective).
+    """Returns each rank's value, in rank order, on every rank (collective).
 
     Args:
         value: None, bool, int, float, str, bytes, torch.dtype, and tuples, lists and dicts of them; torch.Size arrives
@@ -59,12 +59,12 @@ def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> l
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes."""
+    """Returns a value as bytes."""
     return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Tree:
-    """The value of some bytes."""
+    """Returns the value of some bytes."""
     try:
         return _untagged(json.loads(data))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -128,7 +128,7 @@ def proposed_run_id() -> str:
 
 
 def new_run_id(group: Group, proposed: str) -> str:
-    """The id of the unit that is being built, the same on all ranks.
+    """Returns the id of the unit that is being built, the same on all ranks.
 
     Args:
         group: the ranks of the unit.
@@ -235,7 +235,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
 
 
 def shape_fact(tensor: torch.Tensor) -> object:
-    """A shape as a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
+    """Makes a shape a fact for :func:`check_same_everywhere`; lazy modules have none before their first forward."""
     return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
@@ -287,7 +287,7 @@ def group_facts(
 
 
 def _in_words(value: object) -> str:
-    """A value as text that is the same on all ranks if the value is."""
+    """Returns a value as text that is the same on all ranks if the value is."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -17,7 +17,7 @@ _ALIGNED = 16  # bytes: one load of a device's thread
 
 
 def greedy_owners(numels: Sequence[int], trainable: Sequence[bool], loads: list[int]) -> list[int]:
-    """The rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
+    """Returns the rank of each parameter: always the one with the least load so far (the lowest rank on a tie).
 
     A frozen parameter weighs 1, so that frozen ones are spread by count. This is fairscale's partition;
     it depends on the order of parameters only, so ranks agree without talking.
@@ -47,7 +47,7 @@ def balanced_owners(numels: Sequence[int], trainable: Sequence[bool], loads: lis
 
 
 def rounded_up(numel: int, step: int) -> int:
-    """The next multiple of a step."""
+    """Returns the next multiple of a step."""
     return -(-numel // step) * step
 
 
@@ -198,7 +198,7 @@ class ShardLayout:
         return self.copies
 
     def padding(self, rank: int) -> int:
-        """How many elements at the end of a rank's shard lie behind the last item."""
+        """Returns how many elements at the end of a rank's shard lie behind the last item."""
         part = self.part(rank)
         return part.stop - part.start - max(0, min(part.stop, self.numel) - part.start)
 
@@ -215,7 +215,7 @@ class ShardLayout:
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
 
     def pieces(self, apart: bool = False) -> list[Piece]:
-        """All items cut at the borders of shards, in order; items without elements have none.
+        """Returns all items cut at the borders of shards, in order; items without elements have none.
 
         Args:
             apart: of those that consist of several runs each run alone.
@@ -298,7 +298,7 @@ class PackedLayout(ShardLayout):
         return self.each[item].copies
 
     def pieces(self, apart: bool = False) -> list[Piece]:
-        """The parts of all items, without padding."""
+        """Returns the parts of all items, without padding."""
         return [
             p._replace(item=item, offset=offset + p.offset)
             for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
@@ -316,7 +316,7 @@ def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
 
 
 def in_runs(layout: ShardLayout, runs: Sequence[int]) -> ShardLayout:
-    """The same where so many runs of each item are a rank's part of it."""
+    """Returns the same where so many runs of each item are a rank's part of it."""
     if not isinstance(layout, PackedLayout):
         return replace(layout, runs=runs[0])
     each = tuple(replace(one, runs=n) for one, n in zip(layout.each, runs, strict=True))
@@ -438,7 +438,7 @@ def _listed_rows(layout: ShardLayout, shapes: tuple[tuple[int, ...], ...], rank:
 
 
 def local_shape(shape: Sequence[int], grain: int, numel: int) -> tuple[int, ...]:
-    """The shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
+    """Returns the shape in which a rank lists a part of an item: its rows, with as many dimensions as the item has.
 
     Args:
         grain: so many elements are a row, or a block of rows, or where rows are cut a part of one.
@@ -490,12 +490,12 @@ class Box(NamedTuple):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of a shape."""
+    """Returns the box that is all of a tensor of a shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> list[Box]:
-    """The boxes of a run of elements of a contiguous tensor, in order.
+    """Returns the boxes of a run of elements of a contiguous tensor, in order.
 
     Args:
         first: number of the first element.
@@ -524,7 +524,7 @@ def boxes_of(shape: Sequence[int], first: int, numel: int, start: int = 0) -> li
 
 
 def boxes_of_piece(shape: Sequence[int], piece: Piece) -> list[Box]:
-    """The boxes of a piece of a contiguous tensor, where they lie in the part of the piece's rank."""
+    """Returns the boxes of a piece of a contiguous tensor, where they lie in the part of the piece's rank."""
     if piece.runs == 1:
         return boxes_of(shape, piece.start, piece.numel, piece.offset)
     dim = max(d for d in range(len(shape)) if math.prod(shape[:d]) == piece.runs)

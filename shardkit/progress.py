@@ -39,7 +39,7 @@ def observe(what: Unfinished) -> None:
 
 
 def unfinished(in_backward: bool) -> str:
-    """The first thing that has not ended; "" if there is none."""
+    """Returns the first thing that has not ended; "" if there is none."""
     for what in list(_all):
         text = what.unfinished(in_backward)
         if text:
@@ -61,7 +61,7 @@ def listen_to_errors(listener: Callable[[BaseException], None]) -> None:
 
 
 def note_error(error: BaseException) -> None:
-    """An error takes this rank out of what all ranks do together, unless it goes on to another collective.
+    """Notes that an error takes this rank out of what all ranks do together, unless it goes on to another collective.
 
     Nobody is told before others wait for it, and it has stood still for some seconds.
     """

@@ -27,6 +27,19 @@ def _units(rank: int) -> tuple[Any, str]:
     return found.units, str(found)
 
 
+def _in_order(rank: int) -> list[str]:
+    policy = shardkit.ReducePolicy(order="fixed", microbatches=4)
+    owned = _model()
+    oss = shardkit.OSS(owned.parameters(), torch.optim.SGD, lr=0.1)
+    models = (shardkit.FSDP(_model(), reduce=policy), shardkit.ShardedDDP(owned, oss, reduce=policy))
+    return [str(shardkit.summary(model)) for model in models]
+
+
+def test_a_fixed_order_of_sums() -> None:
+    for text in rank_pool(2, "simulated").run(_in_order)[0]:
+        assert text.partition("\n")[0].endswith("sums over 4 micro-batches in a fixed order")
+
+
 def test_units() -> None:
     (root, first, second), text = rank_pool(3, "simulated").run(_units)[0]
     assert (root.name, root.kind, root.parameters, root.stays) == (

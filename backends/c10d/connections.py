@@ -54,7 +54,7 @@ def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.t
 
 
 def connect_gloo(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A process group over gloo of all who come to this store; see [Note: sockets].
+    """Returns a process group over gloo of all who come to this store; see [Note: sockets].
 
     torch's ``new_group`` wants every rank of the job, or names groups by how many this rank knows already, and
     then waits for ever if ranks know different numbers of them.

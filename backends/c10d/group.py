@@ -170,7 +170,7 @@ class C10dGroup(ObjectsOverTensors):
         return list(self._channels.values())
 
     def new_group(self, ranks: Sequence[int]) -> C10dGroup | None:
-        """A sub-group of these group ranks; None on the others."""
+        """Returns a sub-group of these group ranks; None on the others."""
         members = check_members(self, ranks)
         global_ranks = [self.ranks[r] for r in members]
         if self.process_group is None:
@@ -183,7 +183,7 @@ class C10dGroup(ObjectsOverTensors):
         return group
 
     def _meet(self, what: str, name: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """A process group of these group ranks, known to them alone; None on the others."""
+        """Returns a process group of these group ranks, known to them alone; None on the others."""
         self._meetings += 1  # for the same members may meet again
         self.barrier(label=f"connecting {what}")  # a rank that does not come shows here
         if self.rank not in members:
@@ -193,7 +193,7 @@ class C10dGroup(ObjectsOverTensors):
         return self._connect(store, name, members)
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of the ranks that call this."""
+        """Returns a process group of the ranks that call this."""
         return connect_gloo(store, members.index(self.rank), len(members), self._timeout)
 
     def close(self) -> None:
@@ -236,12 +236,12 @@ class C10dGroup(ObjectsOverTensors):
         C10dWork(self, [agreement], call, None).wait()
 
     def _follow(self, operation: str, numel: int, label: str) -> None:
-        """A call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
+        """Notes that a call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
         if self._order is not None and not self._order.expects(key := (operation, numel, label)):
             self._turn(key)
 
     def _turn(self, key: Key) -> None:
-        """A call that this rank's order of calls has not predicted."""
+        """Orders a call that this rank's order of calls has not predicted."""
         self._agree(key)
         if self._order is not None:
             self._order.turn(key)
@@ -271,7 +271,7 @@ class C10dGroup(ObjectsOverTensors):
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """Each rank broadcasts its slice of ``output`` in place: nothing is copied, no buffer is needed.
+        """Has each rank broadcast its slice of ``output`` in place: nothing is copied, no buffer is needed.
 
         Two ranks exchange theirs, which costs gloo half of what two broadcasts do.
         """
@@ -406,7 +406,7 @@ class C10dGroup(ObjectsOverTensors):
         return self._issue([work], f"broadcast(src={src})", tensor.numel(), label, async_op, after)
 
     def _to_sum(self, operation: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensor in one piece, and as numbers that the library adds up."""
+        """Returns the tensor in one piece, and as numbers that the library adds up."""
         wire = tensor.contiguous()
         sent = as_real(wire) if wire.is_complex() else wire
         self._check_sum(operation, sent)
@@ -525,7 +525,7 @@ class KnownGroups:
         self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
     def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
-        """The group for what a user passes."""
+        """Returns the group for what a user passes."""
         if isinstance(process_group, C10dGroup):
             return process_group
         if isinstance(process_group, dist.ProcessGroup) or process_group is None:
@@ -574,5 +574,5 @@ class KnownGroups:
 
 
 def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:
-    """The process groups that torch knows: for each its backend's name and its store."""
+    """Returns the process groups that torch knows: for each its backend's name and its store."""
     return dist.distributed_c10d._world.pg_map

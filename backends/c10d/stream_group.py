@@ -101,7 +101,7 @@ class StreamGroup(C10dGroup):
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """One all-gather, or for uneven sizes one broadcast a rank, grouped."""
+        """Issues one all-gather, or for uneven sizes one broadcast a rank, grouped."""
         if not output.numel():
             return DONE
         numel = output.numel()
@@ -119,7 +119,7 @@ class StreamGroup(C10dGroup):
     def _reduce_scatter(
         self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
-        """One reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
+        """Issues one reduce-scatter, or for uneven sizes one reduce a rank, grouped (and input is lost)."""
         if input.is_complex():
             parts = [2 * n for n in parts]
             shard, input = as_real(shard), as_real(input)
@@ -190,7 +190,7 @@ class LibraryGroup(StreamGroup):
 
 
 def _library_of(group: C10dGroup) -> str:
-    """The name of what serves the device in the process group that channels and sub-groups were made from."""
+    """Returns the name of what serves the device in the process group that channels and sub-groups were made from."""
     config = dist.get_backend_config(group._root.of_torch())
     return dict(pair.split(":") for pair in config.split(","))[group.backend.device_type]
 

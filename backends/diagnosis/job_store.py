@@ -122,7 +122,7 @@ class Board:
         return self._store is not None
 
     def close(self) -> None:
-        """The store is let go, and with it the port of its server."""
+        """Lets the store go, and with it the port of its server."""
         self._store = None
 
     def publish(self, key: str, entry: StateDict) -> None:
@@ -161,7 +161,7 @@ class Board:
             return 0
 
     def asked(self) -> int:
-        """How many questions there were."""
+        """Returns how many questions there were."""
         store = self._store
         if store is None:
             return 0

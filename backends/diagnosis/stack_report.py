@@ -127,7 +127,7 @@ def _issued_in(pg: dist.ProcessGroup) -> int:
 
 
 def issued_of_torch() -> dict[str, int]:
-    """How many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
+    """Returns how many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
     counts = {}
     if dist.is_initialized():
         known = list(dist.distributed_c10d._world.pg_map)
@@ -182,13 +182,13 @@ def _called(frame: FrameType) -> str:
 
 
 def _where(frames: list[FrameType]) -> str:
-    """The innermost line that is the user's: neither torch's nor Python's own."""
+    """Returns the innermost line that is the user's: neither torch's nor Python's own."""
     own = next((f for f in frames if not f.f_code.co_filename.startswith((_TORCH, _PYTHON))), frames[0])
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
 def _handled(thread: int) -> BaseException | None:
-    """The exception that a thread is handling (in an ``except`` or ``finally`` block)."""
+    """Returns the exception that a thread is handling (in an ``except`` or ``finally`` block)."""
     found: Any = sys._current_exceptions().get(thread)  # before Python 3.12 a tuple
     return found[1] if isinstance(found, tuple) else found
 
@@ -238,7 +238,7 @@ class StackReport(NamedTuple):
         return f"has gone on to {calls[0] if calls else f'call {following} of channel {channel!r}'}"
 
     def why_it_will_not_come(self, here: int) -> str:
-        """A verb and its object, about a rank that has not issued the call which global rank ``here`` waits in.
+        """Returns a verb and its object, about a rank that has not issued the call which global rank ``here`` waits in.
 
         Empty if it may still come. See [Note: who is stuck].
         """
@@ -292,7 +292,7 @@ def describe_thread(thread: int) -> str:
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line that is no library's; "" if there is none."""
+    """Returns the innermost line that is no library's; "" if there is none."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_EXAMPLES) or not name.startswith(_LIBRARIES):
@@ -302,7 +302,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _call(frame: FrameType | None) -> Call | None:
-    """The collective of ours that a frame or one of its callers waits in."""
+    """Returns the collective of ours that a frame or one of its callers waits in."""
     while frame is not None:
         if frame.f_code.co_filename.endswith(_WAITS):
             values = frame.f_locals

@@ -224,7 +224,7 @@ class Watch:
         raise OutOfStepError(self._with(call, why))
 
     def arrived(self) -> None:
-        """The call that was waited for is through."""
+        """Notes that the call that was waited for is through."""
         self._suspects.clear()
         self._reports.clear()
         self._asked = 0
@@ -246,7 +246,7 @@ class Watch:
         self._left = why, dict(self.issued)
 
     def fail_with(self, error: BaseException) -> None:
-        """An error ends the function or the program."""
+        """Notes that an error ends the function or the program."""
         if not self._failed:  # what it said then says more
             self.fail(f"rank {self._rank} ended with {type(error).__name__}: {error}")
 
@@ -325,7 +325,7 @@ class Watch:
 
     # ------------------------------------------------------------ what is published
     def _read_failures(self) -> list[tuple[int, StateDict]]:
-        """The other ranks that have failed, and what they published."""
+        """Returns the other ranks that have failed, and what they published."""
         found = []
         for rank in range(self._world_size):
             entry = self._board.read(f"rank{rank}") if rank != self._rank else None
@@ -339,7 +339,7 @@ class Watch:
         return self._board.is_open
 
     def close(self) -> None:
-        """The ranks' process group is no more."""
+        """Notes that the ranks' process group is no more."""
         self._board.close()
 
     left_behind = close  # in a fork: the store's connection is the parent's
@@ -487,13 +487,13 @@ def begin_job() -> None:
 
 
 def end_job() -> None:
-    """The function has returned: its ranks that still wait for this one hear of it."""
+    """Notes that the function has returned: its ranks that still wait for this one hear of it."""
     for watch in list(_watchdog.watches):
         watch.leave()
 
 
 def fail_job(error: BaseException) -> None:
-    """An error ends the function or the program: ranks that wait for this one hear of it."""
+    """Notes that an error ends the function or the program: ranks that wait for this one hear of it."""
     for watch in list(_watchdog.watches):
         watch.fail_with(error)
 

@@ -77,7 +77,7 @@ class SimulatedBackend(Host):
 
 
 def enter_group(group: Group) -> None:
-    """The calling thread is a rank, and this group is what it finds when it asks for all ranks."""
+    """Makes the calling thread a rank; this group is what it finds when it asks for all ranks."""
     _rank.group = group
 
 

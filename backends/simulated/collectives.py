@@ -48,7 +48,7 @@ def op_name(op: dist.ReduceOp) -> str:
 
 
 def _combine(tensors: Tensors, op: str) -> Tensor:
-    """A new tensor; in the order given and in the tensors' dtype, so the same on every run."""
+    """Returns a new tensor; in the order given and in the tensors' dtype, so the same on every run."""
     result = tensors[0].clone()
     for tensor in tensors[1:]:
         _COMBINE[op](result, tensor, out=result)
@@ -70,7 +70,7 @@ def _around_the_ring(tensors: Tensors, op: str) -> Tensor:
 
 
 def _ring_chunk(numel: int, itemsize: int, world_size: int) -> int:
-    """How many elements of an all-reduce end on one rank: a number of segments of equal size."""
+    """Returns how many elements of an all-reduce end on one rank: a number of segments of equal size."""
     largest = max(1, _SEGMENT // itemsize)
     segments = max(_ceil(numel, largest), 2 * world_size)
     segments = _ceil(segments, world_size) * world_size
@@ -82,7 +82,7 @@ def _ceil(number: int, divisor: int) -> int:
 
 
 def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], op: str) -> None:
-    """Each shard [S] becomes the combination of all ranks' parts of the inputs [N], which are overwritten."""
+    """Makes each shard [S] the combination of all ranks' parts of the inputs [N], which are overwritten."""
     parts = [tensor.split(list(sizes)) for tensor in inputs]
     world_size, counts = len(sizes), tuple(sizes)
     reduced = []
@@ -104,7 +104,7 @@ def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], 
 
 
 def all_reduce(tensors: Sequence[Tensors], op: str) -> None:
-    """Each tensor becomes the combination of all ranks' tensors in its place; they travel end to end."""
+    """Makes each tensor the combination of all ranks' tensors in its place; they travel end to end."""
     flat = [
         torch.cat([t.reshape(-1) for t in own]) if len(own) > 1 else own[0].reshape(-1) for own in tensors
     ]
@@ -114,7 +114,7 @@ def all_reduce(tensors: Sequence[Tensors], op: str) -> None:
 
 
 def reduce(tensors: Tensors, op: str, root: int) -> None:
-    """The tensor of ``root`` becomes the combination of all."""
+    """Makes the tensor of ``root`` the combination of all."""
     tensors[root].copy_(_around_the_ring(tensors, op).view(tensors[root].shape))
 
 

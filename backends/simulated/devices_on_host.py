@@ -34,7 +34,7 @@ _ZERO = (
 
 
 def on_host(device: Tree) -> Tree:
-    """The CPU for a CUDA device, in whichever way it is written; everything else as it is."""
+    """Returns the CPU for a CUDA device, in whichever way it is written; everything else as it is."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -83,7 +83,7 @@ def host_for_devices() -> Iterator[None]:
 
 
 def _answering(value: object) -> Callable[..., object]:
-    """A new function each time: torch.compile tells functions of torch's apart by what they are."""
+    """Returns a new function each time: torch.compile tells functions of torch's apart by what they are."""
     return lambda *_, **__: value
 
 

@@ -29,7 +29,7 @@ class Line:
         self._named: dict[str, Line] = {}
 
     def meeting(self, sequence: int) -> Meeting:
-        """The one for a rank's call of that number."""
+        """Returns the one for a rank's call of that number."""
         return self._meetings.setdefault(sequence, Meeting(self.ranks))
 
     def between(self, source: int, destination: int, tag: int) -> Line:
@@ -161,7 +161,7 @@ class SimulatedGroup(ObjectsOverBytes):
         finish: Finish,
         async_op: bool,
     ) -> SimulatedWork:
-        """A collective over all of a tensor, whose dtype is the same on all ranks."""
+        """Runs a collective over all of a tensor, whose dtype is the same on all ranks."""
         numel, size = tensor.numel(), tensor.element_size()
         return self._issue(
             operation, numel, label, (str(tensor.dtype), *terms), brought, finish, async_op, size

@@ -55,7 +55,7 @@ def _shortened(file: str) -> str:
 
 
 def place_of(frame: FrameType | None) -> SourceLine:
-    """The innermost line from ``frame`` outwards that is the program's, or else a library's, or else any."""
+    """Returns the innermost line from ``frame`` outwards that is the program's, or else a library's, or else any."""
     best: tuple[int, FrameType] | None = None
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
@@ -76,7 +76,7 @@ def here() -> SourceLine:
 
 
 def place_of_error(error: BaseException) -> SourceLine:
-    """The innermost line of the program's that an exception passed."""
+    """Returns the innermost line of the program's that an exception passed."""
     trace, best = error.__traceback__, None
     while trace is not None:
         kind = _kind(trace.tb_frame.f_code.co_filename)

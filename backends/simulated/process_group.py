@@ -65,7 +65,7 @@ class ThreadWork(dist.Work):
         return self._source()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future that is done: what waits for one in C++ would not let other ranks have their turn."""
+        """Returns a future that is done: what waits for one in C++ would not let other ranks have their turn."""
         self.wait()
         future: Future[list[Tensor]] = Future()
         future.set_result(self._outputs)
@@ -300,7 +300,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         outputs: Tensors = (),
         share: int = 1,
     ) -> ThreadWork:
-        """A collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
+        """Runs a collective over ``carried``, which have to be alike on all ranks, and are 1/share of what there is."""
         for tensor in carried:
             if tensor.layout is not torch.strided:
                 raise ConfigurationError(

@@ -121,7 +121,7 @@ class Meeting:
         return set(self.ranks) - self._calls.keys()
 
     def describe(self, rank: int) -> str:
-        """The call of a rank that has arrived, and its line."""
+        """Returns the call of a rank that has arrived, and its line."""
         return f"{self._calls[rank].describe()} at {self._places[rank]}"
 
     def first(self) -> int:
@@ -163,7 +163,7 @@ class Meeting:
         self._brought.clear()
 
     def _beside(self, rank: int, other: int) -> str:
-        """A rank's call, and what of its terms differs from another's without being in that sentence."""
+        """Returns a rank's call, and what of its terms differs from another's without being in that sentence."""
         said = f"rank {rank} is in {self.describe(rank)}"
         pairs = zip_longest(self._terms[rank], self._terms[other], fillvalue="")
         differing = [str(mine) for mine, theirs in pairs if mine != theirs and str(mine) not in said]

@@ -41,7 +41,7 @@ class XlaBackend(Backend):
         return importlib.util.find_spec("torch_xla") is not None
 
     def device(self) -> torch.device:
-        """The default XLA device of this thread."""
+        """Returns the default XLA device of this thread."""
         import torch_xla
 
         return torch_xla.device()
@@ -58,7 +58,7 @@ class XlaBackend(Backend):
         """Nothing: XLA frees a buffer once no tensor and no pending graph refers to its value. Drop the tensor."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host; the runtime stages transfers itself, so there is nothing to pin."""
+        """Returns a copy on the host; the runtime stages transfers itself, so there is nothing to pin."""
         return tensor.detach().to("cpu", copy=True)
 
     def synchronize(self) -> None:
@@ -71,7 +71,7 @@ class XlaBackend(Backend):
         torch_xla.sync(wait=wait)
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
-        """An optimization barrier: XLA neither merges nor moves operations across it."""
+        """Issues an optimization barrier: XLA neither merges nor moves operations across it."""
         import torch_xla
 
         mine = [t for t in tensors if t.device.type == "xla"]
@@ -79,7 +79,7 @@ class XlaBackend(Backend):
             torch_xla._XLAC._xla_optimization_barrier_(mine)
 
     def rng_state(self) -> torch.Tensor:
-        """The device's seed, int64 [1]. Host generators are not part of it."""
+        """Returns the device's seed, int64 [1]. Host generators are not part of it."""
         import torch_xla.core.xla_model as xm
 
         seed = xm.get_rng_state()

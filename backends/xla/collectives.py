@@ -154,7 +154,7 @@ def _position(groups: Groups) -> int:
 
 
 def replica_groups(members: Sequence[int], siblings: Sequence[Sequence[int]], world_size: int) -> Groups:
-    """All replicas, partitioned so that ``members`` is one group and the others are ``siblings`` if they fit.
+    """Returns all replicas, partitioned so that ``members`` is one group and the others are ``siblings`` if they fit.
 
     XLA wants every replica in exactly one group. Siblings (groups made beside this one) give all of them the
     same partition and so the same graph; if they don't cover the rest, the rest is cut into pieces of the

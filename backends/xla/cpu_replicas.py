@@ -189,7 +189,7 @@ class World:
         return [self._states[rank] for rank in range(self.size)]
 
     def here(self) -> ReplicaState:
-        """The replica whose device is the calling thread's default device."""
+        """Returns the replica whose device is the calling thread's default device."""
         return self._states[_RUNTIME._xla_get_default_device_ordinal()]
 
 
@@ -197,7 +197,7 @@ _world: World | None = None
 
 
 def current_world() -> World | None:
-    """This process's replicas, if it has any."""
+    """Returns this process's replicas, if it has any."""
     return _world
 
 

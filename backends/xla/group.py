@@ -129,7 +129,7 @@ class XlaGroup(ObjectsOverBytes):
         return self._sum(f"reduce({_shape(tensor)}, {op.value}, dst={dst})", tensor, op, label)
 
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
-        """A sum to which the other ranks add zero: XLA has no broadcast. The sign of a zero is lost."""
+        """Issues a sum to which the other ranks add zero: XLA has no broadcast. The sign of a zero is lost."""
         self._check_device("broadcast", tensor)
         if tensor.numel():
             self._issue(f"broadcast({_shape(tensor)}, src={src})", label)
@@ -238,7 +238,7 @@ def _describe(dtype: torch.dtype, sizes: Sequence[int]) -> str:
 
 
 def as_group(backend: Backend, replica: Replica, process_group: ProcessGroup) -> Group:
-    """The group for None, a torch.distributed group, or an object with ``rank()`` and ``size()``."""
+    """Returns the group for None, a torch.distributed group, or an object with ``rank()`` and ``size()``."""
     if process_group is None:
         if not replica.root:
             replica.root.append(XlaGroup(backend, replica, range(replica.world_size)))

@@ -128,7 +128,7 @@ class ReplicaMeeting:
         self._changed.notify_all()
 
     def _connected(self, rank: int) -> set[int]:
-        """All that must be here before ``rank`` may go on, as far as it is known yet."""
+        """Returns all that must be here before ``rank`` may go on, as far as it is known yet."""
         if self._one_program:
             return set(range(self._world_size))
         members, todo = {rank}, [rank]
@@ -193,7 +193,7 @@ class ReplicaMeeting:
 
 
 def _first_difference(rows: _Rows) -> int | None:
-    """The first place at which these ranks' calls are not the same."""
+    """Returns the first place at which these ranks' calls are not the same."""
     for i, row in enumerate(itertools.zip_longest(*rows.values())):
         keys = [call and call.in_program() for call in row]
         if any(key != keys[0] for key in keys):

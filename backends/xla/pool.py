@@ -140,7 +140,7 @@ def die_with_parent() -> None:
 
 
 def describe_error() -> tuple[str, str]:
-    """The class and the traceback of the error that is being handled."""
+    """Returns the class and the traceback of the error that is being handled."""
     kind = sys.exc_info()[0]
     return kind.__name__ if kind else "", traceback.format_exc()
 
@@ -341,7 +341,7 @@ class ReplicaPool:
         return name, text + (f"\n{self._name.written()}" if self._name is not None else "")
 
     def _ended(self, seconds: float) -> int | None:
-        """The process's exit code once it has one; multiprocessing would wait for what it has started, too."""
+        """Returns the process's exit code once it has one; multiprocessing would wait for what it has started, too."""
         deadline = time.monotonic() + seconds
         while self._process is not None and self._process.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.01)

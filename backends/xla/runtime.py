@@ -54,7 +54,7 @@ class Row:
 
 
 def written(rank: int, ranks: Sequence[int], what: str, label: str, payload: bytes) -> bytes:
-    """A row of :data:`ROW` bytes. The label is shown, but not compared."""
+    """Returns a row of :data:`ROW` bytes. The label is shown, but not compared."""
     text = (f"{what} {label!r}" if label else what).encode()
     fields = _FIELDS.pack(
         len(payload),
@@ -78,7 +78,7 @@ def read(data: bytes) -> Row:
 
 
 def partition(rows: Sequence[Row]) -> list[list[int]]:
-    """The groups of all ranks, in the order of their smallest members."""
+    """Returns the groups of all ranks, in the order of their smallest members."""
     if len({row.call for row in rows}) > 1:
         raise OutOfStepError(_differ("ranks are out of step; all must exchange at the same point:", rows))
     groups: dict[int, list[int]] = {}
@@ -141,10 +141,10 @@ class RuntimeHost:
         self._parts: dict[tuple[int, ...], Groups] = {}  # how the ranks are divided while this group is used
 
     def issued(self, call: ReplicaCall) -> None:
-        """A collective was added to the graph."""
+        """Notes that a collective was added to the graph."""
 
     def exchange(self, ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
-        """Each rank's payload, in group order."""
+        """Returns each rank's payload, in group order."""
         if len(ranks) == 1:
             return [payload]
         seed = (
@@ -169,7 +169,7 @@ class RuntimeHost:
         return [data[: rows[rank].length] for rank, data in zip(ranks, sent, strict=True)]
 
     def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> Groups:
-        """The groups of all ranks while this one uses ``ranks``; siblings are those that were made beside it.
+        """Returns the groups of all ranks while this one uses ``ranks``; siblings are those that were made beside it.
 
         Where all ranks have to say so, it is an exchange.
         """
@@ -193,7 +193,7 @@ class RuntimeHost:
         _RUNTIME._clear_pending_irs(_RUNTIME._xla_get_default_device())
 
     def _gather(self, data: bytes, width: int, groups: Groups, call: ReplicaCall) -> list[bytes]:
-        """Each member's bytes, padded to the width."""
+        """Returns each member's bytes, padded to the width."""
         size = len(groups[0])
         padded = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         self.issued(call)
@@ -217,7 +217,7 @@ class Replica:
 
 
 def runtime_replica() -> Replica:
-    """The calling thread's rank, as the runtime knows it."""
+    """Returns the calling thread's rank, as the runtime knows it."""
     size = torch_xla.runtime.world_size()
     rank = torch_xla.runtime.global_ordinal() if size > 1 else 0
     collectives = NativeCollectives()

@@ -346,7 +346,7 @@ def _others(groups: list[list[int]], size: int, world_size: int) -> list[list[in
 
 
 def _stored(output: Tensors | None, result: Tensors) -> Tensors:
-    """The result, or the output with its value: as torch_xla does it, whatever shape that had."""
+    """Returns the result, or the output with its value: as torch_xla does it, whatever shape that had."""
     if output is None:
         return result
     if isinstance(output, torch.Tensor) and isinstance(result, torch.Tensor):

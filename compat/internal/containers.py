@@ -82,7 +82,7 @@ def from_np(ndarray_or_container: Tree) -> Tree:
 
 
 def pack_kwargs(*args: Tree, **kwargs: Tree) -> tuple[tuple[str, ...], Args]:
-    """The names of keyword arguments, and all values: ``pack_kwargs(1, a=2) == (("a",), (1, 2))``."""
+    """Returns the names of keyword arguments, and all values: ``pack_kwargs(1, a=2) == (("a",), (1, 2))``."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
@@ -103,7 +103,7 @@ def unpack_kwargs(kwarg_keys: tuple[str, ...], flat_args: Args) -> tuple[Args, K
 def split_non_tensors(
     mixed: torch.Tensor | Args,
 ) -> tuple[tuple[torch.Tensor, ...], NonTensors | None]:
-    """The tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
+    """Returns the tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
 
     One tensor gives itself and None.
     """
@@ -116,7 +116,7 @@ def split_non_tensors(
 
 
 def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: NonTensors | None) -> Args:
-    """The tuple that :func:`split_non_tensors` split.
+    """Returns the tuple that :func:`split_non_tensors` split.
 
     Raises:
         ConfigurationError: the parts don't belong together.
@@ -139,7 +139,7 @@ def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: No
 
 # ------------------------------------------------------------ objects as bytes
 def pyobject_to_tensor(obj: object, fixed_buffer_size: int = 0) -> torch.Tensor:
-    """The pickled object as a uint8 tensor [numel], zeros up to ``fixed_buffer_size`` if that is given.
+    """Returns the pickled object as a uint8 tensor [numel], zeros up to ``fixed_buffer_size`` if that is given.
 
     Raises:
         ConfigurationError: it is longer than ``fixed_buffer_size``.
@@ -162,7 +162,7 @@ def tensor_to_pyobject(tensor: torch.Tensor) -> Tree:
 
 # ------------------------------------------------------------ keys of state dicts
 def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """All modules of a class in the tree, with their prefixes in a state dict (``"0.linear."``).
+    """Returns all modules of a class in the tree, with their prefixes in a state dict (``"0.linear."``).
 
     A module that has several names within its parent is listed once there.
     """

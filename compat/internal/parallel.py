@@ -36,7 +36,7 @@ _groups: weakref.WeakKeyDictionary[
 def get_process_group_cached(
     name: ProcessGroupName = ProcessGroupName.default, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """A process group of these ranks (default: all), made at the first call for a name.
+    """Returns a process group of these ranks (default: all), made at the first call for a name.
 
     Every rank calls at the same point.
 
@@ -56,7 +56,7 @@ def get_process_group_cached(
 
 
 def chunk_and_pad(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
-    """The flattened tensor in chunks of equal size, the last ones padded with zeros (new where padded)."""
+    """Returns the flattened tensor in chunks of equal size, the last ones padded with zeros (new where padded)."""
     flat = tensor.reshape(-1)
     size = -(-flat.numel() // num_chunks)
     chunks = []

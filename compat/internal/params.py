@@ -24,7 +24,7 @@ class Workhandle:
 
 
 def get_global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    """The global rank of a group's rank; None stands for all ranks."""
+    """Returns the global rank of a group's rank; None stands for all ranks."""
     if group is None or group is dist.group.WORLD:
         return rank
     return dist.get_global_rank(group, rank)

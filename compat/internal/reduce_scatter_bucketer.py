@@ -21,7 +21,7 @@ enable_nccl_base_collectives = os.getenv("ENABLE_NCCL_BASE_COLLECTIVES", "1") !=
 
 
 def _reduce_scatter(shard: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """The sum over ranks of this rank's row: shard [n], rows [W, n] (its contents are undefined afterwards)."""
+    """Returns the sum over ranks of this rank's row: shard [n], rows [W, n] (its contents are undefined afterwards)."""
     flat = rows.contiguous().view(-1)  # reshape(-1) of [W, 1] may be a view with gaps
     backend_for([rows]).group(group).reduce_scatter_into(shard, flat, label="ReduceScatterBucketer")
 

@@ -49,7 +49,7 @@ def _check(group: ParamGroup) -> None:
 
 
 def _first_of(params: Iterable[Tree]) -> torch.Tensor:
-    """The first parameter of what an optimizer takes."""
+    """Returns the first parameter of what an optimizer takes."""
     first = next(iter(params))
     if isinstance(first, dict):
         return _first_of([first["params"]])
@@ -227,7 +227,7 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def _update(self, group: ParamGroup, rows: list[_Row]) -> torch.Tensor | None:
-        """One step of parameters that have taken as many; (PURE_FP16) whether their state overflowed."""
+        """Makes one step of parameters that have taken as many; returns (PURE_FP16) whether their state overflowed."""
         (beta1, beta2), eps, t = group["betas"], group["eps"], rows[0][2]["step"]
         step_size = group["lr"]
         if group["bias_correction"]:

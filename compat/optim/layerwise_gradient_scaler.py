@@ -158,7 +158,7 @@ class LayerwiseGradientScaler:
                 info.growth_tracker = 0
 
     def get_layer_info(self) -> list[LayerInfo]:
-        """All layers, in order."""
+        """Returns all layers, in order."""
         return self.layer_info
 
     def get_backward_hooks(self) -> list[tuple[str, AnyCallable]]:

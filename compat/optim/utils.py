@@ -19,7 +19,7 @@ def broadcast_object(
     group: dist.ProcessGroup | None = None,
     dist_device: torch.device | None = None,
 ) -> Tree:
-    """The object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
+    """Returns the object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
 
     Args:
         obj: used on the source rank only.

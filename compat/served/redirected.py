@@ -57,7 +57,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def redirected(name: str, instead: str, *, why: str) -> type:
-    """A class that stands at fairscale's path and raises when it (or a subclass) is instantiated.
+    """Returns a class that stands at fairscale's path and raises when it (or a subclass) is instantiated.
 
     Args:
         name: its path below ``fairscale``, e.g. ``"nn.pipe.async_pipe.AsyncPipe"``.
@@ -81,7 +81,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
 
 
 def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., NoReturn]:
-    """A function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
+    """Returns a function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
     module, short = _place(name)
     message = _message(name, instead, why)
 
@@ -94,7 +94,7 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
 
 
 def redirected_names(module: str) -> Callable[[str], Tree]:
-    """The ``__getattr__`` of a module: its names in the table, made when they are asked for::
+    """Returns the ``__getattr__`` of a module: its names in the table, made when they are asked for::
 
     __getattr__ = redirected_names(__name__)
     """

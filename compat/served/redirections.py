@@ -139,6 +139,13 @@ REDIRECTED: dict[str, tuple[Redirection, ...]] = {
             "it was a step within FSDP's methods, which need no helper for it now",
         ),
     ),
+    "nn.model_parallel.random": (
+        Redirection(
+            "CheckpointFunction",
+            "shardkit.model_parallel.checkpoint",
+            "one autograd function runs a checkpointed call again and puts its random state back",
+        ),
+    ),
     "nn.pipe.async_pipe": (
         Redirection("PartitionInfo", "shardkit.nn.pipe.AsyncPipe", "a rank holds one run of layers"),
     ),

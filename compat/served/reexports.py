@@ -231,7 +231,7 @@ REEXPORTED = {
     "reduce_from_model_parallel_region, scatter_to_model_parallel_region, split_tensor_along_last_dim",
     "nn.model_parallel.random":
     "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, get_data_parallel_rank, "
-    "get_model_parallel_rank, model_parallel.random.CheckpointFunction, model_parallel_cuda_manual_seed",
+    "get_model_parallel_rank, model_parallel_cuda_manual_seed",
     "nn.model_parallel.utils":
     "VocabUtility, divide_and_check_no_remainder, ensure_divisibility, split_tensor_along_last_dim",
     "nn.moe.moe_layer": "MOELayer, AllToAll as _AllToAll",

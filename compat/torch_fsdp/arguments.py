@@ -46,7 +46,7 @@ def check_kinds(
 def groups_of(
     strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """The ranks that a strategy shards over, and those that hold the same shard.
+    """Returns the ranks that a strategy shards over, and those that hold the same shard.
 
     Raises:
         ConfigurationError: they are not what the strategy needs.
@@ -146,7 +146,7 @@ def ignored_of(
 
 # ------------------------------------------------------------ where
 def device_of(device_id: int | torch.device | None, backend: Backend) -> torch.device | None:
-    """The device that is named; None if none is."""
+    """Returns the device that is named; None if none is."""
     if device_id is None:
         return None
     if isinstance(device_id, int):

@@ -47,7 +47,7 @@ class TorchFacts(Door):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[TorchFacts]:
-        """The FSDP modules at and below a module; with ``root_only`` those that are in no other one."""
+        """Returns the FSDP modules at and below a module; with ``root_only`` those that are in no other one."""
         found = [m for m in module.modules() if isinstance(m, TorchFacts)]
         inner = {m for outer in found for m in outer.modules() if m is not outer} if root_only else set()
         return [m for m in found if m not in inner]

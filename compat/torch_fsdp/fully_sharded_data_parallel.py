@@ -237,7 +237,7 @@ class FullyShardedDataParallel(OptimizerStates):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the FSDP modules at and below a module; None where there are none.
+        """Returns the settings of the FSDP modules at and below a module; None where there are none.
 
         Raises:
             ConfigurationError: they differ.
@@ -252,7 +252,7 @@ class FullyShardedDataParallel(OptimizerStates):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """The same for the time of a ``with`` block."""
+        """Does the same for the time of a ``with`` block."""
         before = FullyShardedDataParallel.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )

@@ -36,7 +36,7 @@ class OptimizerStates(TorchFacts):
         optim_state_dict: StateDict | None = None,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """An optimizer's state by names of original parameters (collective).
+        """Returns an optimizer's state by names of original parameters (collective).
 
         Args:
             model: outermost module, whose settings say whether it is full or holds DTensors.
@@ -63,7 +63,7 @@ class OptimizerStates(TorchFacts):
         load_directly: bool = False,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """This rank's part of such a state, for ``optim.load_state_dict`` (collective with ``rank0_only``).
+        """Returns this rank's part of such a state, for ``optim.load_state_dict`` (collective with ``rank0_only``).
 
         Raises:
             ConfigurationError: it is of another model, or by numbers; ``is_named_optimizer``.
@@ -108,7 +108,7 @@ class OptimizerStates(TorchFacts):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """This rank's part of a full state that every rank has."""
+        """Returns this rank's part of a full state that every rank has."""
         optim = _optimizer_of(model, optim, optim_input)
         return _cut(model, optim, full_optim_state_dict)
 
@@ -116,7 +116,7 @@ class OptimizerStates(TorchFacts):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: SavedState, model: nn.Module, optim: Optimizer
     ) -> StateDict:
-        """This rank's part of what :meth:`sharded_optim_state_dict` returned (collective)."""
+        """Returns this rank's part of what :meth:`sharded_optim_state_dict` returned (collective)."""
         return _cut(model, optim, sharded_optim_state_dict)
 
     @staticmethod
@@ -127,7 +127,7 @@ class OptimizerStates(TorchFacts):
         optim: Optimizer | None = None,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """This rank's part of a full state that the first rank has (collective); others pass None."""
+        """Returns this rank's part of a full state that the first rank has (collective); others pass None."""
         optim = _optimizer_of(model, optim, optim_input)
         return _from_rank_0(model, optim, full_optim_state_dict, group)
 
@@ -148,7 +148,7 @@ class OptimizerStates(TorchFacts):
 
 
 def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
-    """The outermost unit of a model, and the settings of all."""
+    """Returns the outermost unit of a model, and the settings of all."""
     found = TorchFacts.fsdp_modules(model)
     own = settings.settings_of(found)
     if own is None:
@@ -194,7 +194,7 @@ def _full(
 
 
 def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu: bool) -> StateDict:
-    """The same with DTensors (collective)."""
+    """Returns the same with DTensors (collective)."""
 
     ranks = _first_of(model)[0]._passed_group.value
     replicas = {
@@ -213,7 +213,7 @@ def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu
 def _from_rank_0(
     model: nn.Module, optim: Optimizer, state: SavedState | None, group: ProcessGroup
 ) -> StateDict:
-    """The same where only the first rank has the state (collective)."""
+    """Returns the same where only the first rank has the state (collective)."""
     ranks = backend_of_job().group(group)
     control = ranks.channel("control")
     mine = state if ranks.rank == 0 else None
@@ -225,7 +225,7 @@ def _from_rank_0(
 
 
 def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
-    """The optimizer, or one that stands for the parameters which an optimizer was given."""
+    """Returns the optimizer, or one that stands for the parameters which an optimizer was given."""
     if optim is not None:
         return optim
     given = [*model.parameters()] if optim_input is None else [*optim_input]

@@ -58,7 +58,7 @@ def checked(
 
 
 def settings_of(units: Iterable[TorchFacts]) -> StateDictSettings | None:
-    """Those that all units have; None where there are no units.
+    """Returns those that all units have; None where there are no units.
 
     Raises:
         ConfigurationError: units have different ones.

@@ -88,7 +88,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDict:
-    """The same of optimizers, by names. One that never stepped gives the state that its first step would make."""
+    """Returns the same for optimizers, by names. One that never stepped gives what its first step would make."""
     if not _is_ours(model, options, submodules):
         return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     found: StateDict = {"state": {}, "param_groups": []}
@@ -156,7 +156,7 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """The same for optimizers; with ``broadcast_from_rank0`` only the first rank's counts."""
+    """Does the same for optimizers; with ``broadcast_from_rank0`` only the first rank's counts."""
     options = options or StateDictOptions()
     if not _is_ours(model, options):
         return theirs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)

@@ -60,7 +60,7 @@ def is_first_of_host() -> bool:
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Group:
-    """The one of these groups of global ranks that the calling rank is in (collective; made once).
+    """Returns the one of these groups of global ranks that the calling rank is in (collective; made once).
 
     Raises:
         ConfigurationError: the rank is in none of them.
@@ -83,7 +83,7 @@ def group_among(groups: Sequence[Sequence[int]]) -> Group:
 
 # ------------------------------------------------------------ names of torch_xla
 def names_of(module: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``, which takes names from this module of torch_xla's once they are asked for."""
+    """Returns a module's ``__getattr__``, which takes names from this module of torch_xla's once they are asked for."""
 
     def get(name: str) -> Any:
         if name.startswith("__"):

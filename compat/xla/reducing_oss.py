@@ -57,20 +57,20 @@ class RowSegment(FlatSegment):
         ]
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-        """This rank's segment [S] as rows [R, ...] of each parameter, which are views of it."""
+        """Returns this rank's segment [S] as rows [R, ...] of each parameter, which are views of it."""
         return {
             p: segment[at : at + rows.numel()].view(rows)
             for p, (at, rows) in zip(self.params, self._places, strict=True)
         }
 
     def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        """This rank's segment [S] of whole tensors."""
+        """Returns this rank's segment [S] of whole tensors."""
         wholes = [pieces[p] for p in self.params]
         return self.take_own(wholes, max(wholes, key=lambda whole: whole.dtype.itemsize))
 
 
 def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's rows [R, ...] of a parameter [N, ...], with zeros behind the last."""
+    """Returns a rank's rows [R, ...] of a parameter [N, ...], with zeros behind the last."""
     whole = whole.reshape(1) if whole.dim() == 0 else whole
     size = -(-whole.shape[0] // world_size)
     rows = whole[rank * size : (rank + 1) * size]
@@ -79,7 +79,7 @@ def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 def in_rows(whole: StateDict, shapes: Sequence[torch.Size], group: Group) -> StateDict:
-    """A whole optimizer's state dict as this rank's."""
+    """Returns a whole optimizer's state dict as this rank's."""
     base = {
         i: {
             k: rows_of(v, group.rank, group.world_size) if is_elementwise(k, v, shapes[i]) else v
@@ -91,7 +91,7 @@ def in_rows(whole: StateDict, shapes: Sequence[torch.Size], group: Group) -> Sta
 
 
 def as_rows(base: States, groups: Tree, shapes: Sequence[torch.Size], group: Group) -> StateDict:
-    """This rank's state dict of its rows of all state."""
+    """Returns this rank's state dict of its rows of all state."""
     note = {"rank": group.rank, "world_size": group.world_size}
     return {
         "state": {}, "param_groups": groups, "base_state": base, "shape_info": dict(enumerate(shapes)), _NOTE: note

@@ -23,7 +23,7 @@ __getattr__ = names_of("torch_xla.core.xla_model")
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """This rank; 0 outside of a job."""
+    """Returns this rank; 0 outside of a job."""
     return rank_and_world_size()[0]
 
 

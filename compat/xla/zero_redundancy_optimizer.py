@@ -196,7 +196,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return {i: p.shape for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """This rank's rows of all state, in torch_xla's format, on the CPU.
+        """Returns this rank's rows of all state, in torch_xla's format, on the CPU.
 
         Collective if the optimizer gets whole parameters.
         """

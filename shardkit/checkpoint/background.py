@@ -31,7 +31,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = None) -> list[Tree]:
-    """Each rank's fact, on every rank, unless something went wrong on one (collective).
+    """Returns each rank's fact, on every rank, unless something went wrong on one (collective).
 
     Args:
         problem: what went wrong on this rank.
@@ -51,7 +51,7 @@ def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = Non
 
 
 def described(problem: BaseException) -> tuple[str, str, int | None]:
-    """An error as a fact: class, message and the system's number."""
+    """Returns an error as a fact: class, message and the system's number."""
     number = problem.errno if isinstance(problem, OSError) else None
     if isinstance(problem, ShardkitError):
         return type(problem).__name__, str(problem), number
@@ -61,7 +61,7 @@ def described(problem: BaseException) -> tuple[str, str, int | None]:
 
 
 def raised(fact: tuple[str, str, int | None], what: str, rank: int | None) -> ShardkitError:
-    """The error that all ranks raise.
+    """Returns the error that all ranks raise.
 
     Args:
         rank: where it happened; None for here.

@@ -127,7 +127,7 @@ def _parts_of(entry: Entry) -> Iterator[tuple[RecordPart, int]]:
 
 
 def cut(box: Box, largest: int) -> Iterator[Box]:
-    """A box in order of its elements, in boxes of at most so many elements."""
+    """Yields a box in order of its elements, in boxes of at most so many elements."""
     if box.numel <= largest:
         yield box
         return

@@ -76,7 +76,7 @@ class ModelState:
 
     # ------------------------------------------------------------ facts
     def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
-        """The ranks that have the same shard, or the same part of an original parameter in it."""
+        """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
         is_copied = number is not None and flat.layout.is_copied(number)
         return self.ranks.everybody if is_copied else self._copies[id(flat)]
 

@@ -50,7 +50,7 @@ def random_states(backend: Backend) -> StateDict:
 
 
 def set_random_states(backend: Backend, states: StateDict) -> None:
-    """The reverse; generators of which nothing was saved stay as they are."""
+    """Does the reverse; generators of which nothing was saved stay as they are."""
     if "python" in states:
         version, inner, gauss = states["python"]
         random.setstate((version, tuple(inner), gauss))
@@ -95,7 +95,7 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
 
 
 def takes_rank_states(loader: object) -> TakesRankStates | None:
-    """The loader, or its sampler, if it takes states of other numbers of ranks."""
+    """Returns the loader, or its sampler, if it takes states of other numbers of ranks."""
     for candidate in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if isinstance(candidate, TakesRankStates):
             return candidate

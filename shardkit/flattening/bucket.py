@@ -48,7 +48,7 @@ class Bucket:
             raise ConfigurationError(f"the parameter of shape {tuple(param.shape)} is in this bucket already")
 
     def _take_part(self, param: torch.Tensor) -> torch.Tensor:
-        """The next part of the buffer, in the parameter's shape."""
+        """Returns the next part of the buffer, in the parameter's shape."""
         if (param.dtype, param.device) != (self.buffer.dtype, self.buffer.device):
             raise ConfigurationError(
                 f"the parameter is {param.dtype} on {param.device}, its bucket {self.buffer.dtype} on "
@@ -74,7 +74,7 @@ class ParamBucket(Bucket):
 
     @torch.no_grad()
     def add_param(self, param: torch.Tensor) -> None:
-        """The parameter becomes a view of the buffer and keeps its value.
+        """Makes the parameter a view of the buffer; it keeps its value.
 
         Raises:
             ConfigurationError: it is there already, does not fit, or is of another dtype or device.
@@ -136,12 +136,12 @@ class GradBucket(Bucket):
         return super().to(device, dtype, non_blocking, keep_param_alignment)
 
     def zero(self) -> None:
-        """All gradients become zero."""
+        """Sets all gradients to zero."""
         self.buffer.zero_()
 
     @torch.no_grad()
     def add_grad(self, param: torch.Tensor) -> None:
-        """The parameter's gradient becomes a view of the buffer and keeps its value (zero if there was none).
+        """Makes the parameter's gradient a view of the buffer; it keeps its value (zero if there was none).
 
         Raises:
             ConfigurationError: it is there already, does not fit, or is of another dtype or device.

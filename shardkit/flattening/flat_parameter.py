@@ -66,7 +66,7 @@ def find_params(root: nn.Module, wanted: Iterable[nn.Parameter]) -> FoundParams:
 
 
 def as_groups(param_list: ParamGroups, module: nn.Module) -> list[list[nn.Parameter]]:
-    """The argument ``param_list`` of :class:`FlattenParamsWrapper` as a list of groups.
+    """Returns the argument ``param_list`` of :class:`FlattenParamsWrapper` as a list of groups.
 
     Raises:
         ConfigurationError: something in it is no parameter, or a parameter is in two groups.
@@ -91,7 +91,7 @@ def as_groups(param_list: ParamGroups, module: nn.Module) -> list[list[nn.Parame
 
 
 def flat_names(names: Sequence[str] | None, count: int) -> list[str]:
-    """Names of ``count`` flat parameters.
+    """Returns names of ``count`` flat parameters.
 
     Raises:
         ConfigurationError: the names are too many, too few, or not distinct.
@@ -175,7 +175,7 @@ class FlatParameter(nn.Parameter):
         return (piece.view(shape) for piece, shape in zip(pieces, self._param_shapes, strict=True))
 
     def metadata(self) -> tuple[list[str], list[torch.Size], list[int]]:
-        """Names (from the wrapper on), shapes and numels of the original parameters."""
+        """Returns names (from the wrapper on), shapes and numels of the original parameters."""
         names = [f"{module}.{name}" if module else name for module, _, name in self._param_infos]
         return names, self._param_shapes, self._param_numels
 

@@ -58,7 +58,7 @@ def rename_saved(state_dict: StateDict, prefix: str) -> None:
 
 
 def rename_loaded(state_dict: StateDict, prefix: str, flat_names: Sequence[str]) -> None:
-    """The reverse of :func:`rename_saved`; the flat parameters of the wrapper at ``prefix`` stay where they are."""
+    """Reverses :func:`rename_saved`; the flat parameters of the wrapper at ``prefix`` stay where they are."""
     if not translates_loaded():
         return
     if prefix + OLD_FLAT_NAME in state_dict and flat_names:

@@ -125,7 +125,7 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- flattening; subclasses that shard override these
     def _make_flat_param(self, found: FoundParams) -> FlatParameter:
-        """The flat parameter of one group."""
+        """Returns the flat parameter of one group."""
         check_uniform(found)
         flat_param = FlatParameter(found.params, found.params[0].requires_grad)
         flat_param._param_infos = found.infos
@@ -230,7 +230,7 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- module
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:
-        """The wrapped module's forward."""
+        """Runs the wrapped module's forward."""
         if self.is_flattened:
             self._unflatten_params_as_views()
         return self._fpw_module(*inputs, **kwinputs)

@@ -523,7 +523,7 @@ def shard_of(
     device: torch.device,
     from_rank_0: bool,
 ) -> torch.Tensor:
-    """This rank's shard of the original parameters, [S], in their dtype.
+    """Returns this rank's shard of the original parameters, [S], in their dtype.
 
     Args:
         layout: of the flat parameter.
@@ -545,7 +545,7 @@ def shard_of(
 def _listed(
     found: Found, part: list[int], cut: tuple[ShardLayout, torch.Tensor], mesh: DeviceMesh | None
 ) -> FlatParam:
-    """The flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
+    """Returns the flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
     state, (layout, shard) = found.state, cut
     options, group, lister = state.options, state.group, state.unit_module
     originals = [found.originals[k] for k in part]
@@ -624,7 +624,7 @@ def name_flats(state: ShardingState, path: str = "") -> None:
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
-    """One line about what was wrapped, for the log."""
+    """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
         "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
@@ -705,7 +705,7 @@ _replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyD
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
-    """The group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
+    """Returns the group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
 
     Raises:
         ConfigurationError: the ranks can't be divided so.

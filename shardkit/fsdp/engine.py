@@ -226,7 +226,7 @@ def plan_backward(
     units: Iterable[Unit],
     prefetch: int,
 ) -> BackwardPlan:
-    """The plan for a forward.
+    """Returns the plan for a forward.
 
     Args:
         calls: units in the order in which their calls began.
@@ -555,7 +555,7 @@ class Engine:
 
     @not_compiled
     def end_forward(self) -> None:
-        """The root's forward is through."""
+        """Notes that the root's forward is through."""
         self.after = []
         if self.recording:
             self.state.ended = next(moments)
@@ -624,7 +624,7 @@ class Engine:
 
     @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:
-        """A forward raised."""
+        """Notes that a forward raised."""
         self.forwards -= 1
         if is_outermost:
             self.forwards = 0
@@ -635,7 +635,7 @@ class Engine:
 
     # ------------------------------------------------------------ backward
     def begin_backward(self) -> None:
-        """A backward was noticed, from inside of it.
+        """Notes that a backward was noticed, from inside of it.
 
         Raises:
             LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
@@ -762,7 +762,7 @@ class Engine:
         self._gather(unit)
 
     def complete(self, unit: Unit) -> None:
-        """All gradients of a unit are there."""
+        """Notes that all gradients of a unit are there."""
         if self._creates_graph:
             self._refuse_graph([unit])
         if not unit.open_calls and not unit.keep_after_backward:

@@ -155,6 +155,7 @@ def _exported(
                 for flat in unit.flats if _is_here(root, on) else ():
                     values = [_cast(original.values.detach(), dtype) for original in flat.originals]
                     found.update(_named(flat, values, paths))
+            root.group.backend.mark_step()  # one rank alone may read them
         else:
             for k, flat in enumerate(unit.flats):
                 changes = _changed(flat, (number, k), dtype, on, since)
@@ -283,7 +284,10 @@ def _changed(
     """What is new in each original parameter of a flat one (collective); none on ranks that don't get it."""
     group, layout = flat.group, flat.layout
     shard = _cast(flat.param.detach().view(-1), dtype)
-    shard = shard.clone() if shard.data_ptr() == flat.param.data_ptr() else shard
+    if not group.backend.has_storage:
+        shard = shard.cpu()  # what follows depends on values, which may be read on all ranks together alone
+    elif shard.data_ptr() == flat.param.data_ptr():
+        shard = shard.clone()
     before = since.replace(key, shard)
     parts: dict[int, list[_Part]] = {}
     gaps, values = [], []

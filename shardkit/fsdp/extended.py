@@ -242,7 +242,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _plain_in(tensor: Tree) -> list[torch.Tensor]:
-    """The plain tensors that one is made of, as far as it tells."""
+    """Returns the plain tensors that one is made of, as far as it tells."""
     if is_traceable_wrapper_subclass(tensor):
         return [t for name in tensor.__tensor_flatten__()[0] for t in _plain_in(getattr(tensor, name))]
     return [tensor] if type(tensor) is torch.Tensor else []

@@ -148,7 +148,7 @@ class FlatParam:
         return self.paths[0]
 
     def path_of(self, number: int) -> str:
-        """The same for the module that an original parameter's name is of."""
+        """Returns the same for the module that an original parameter's name is of."""
         home = self.originals[number].home
         return self.paths[home] if home < len(self.paths) else ""
 

@@ -80,7 +80,7 @@ class EachAlone:
 
 
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
-    """The items in [N or more], each in one dimension: views."""
+    """Returns the items in [N or more], each in one dimension: views."""
     if layout.starts is None:
         numels = layout.numels
         parts = torch.split_with_sizes(values, [*numels, values.numel() - sum(numels)])
@@ -97,7 +97,7 @@ def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Ten
 
 
 def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
+    """Returns this rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
 
     There, which part it is is data, so that all ranks build one graph.
     """

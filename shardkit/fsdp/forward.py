@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 @not_compiled
 def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
-    """The same with floating point tensors in this dtype."""
+    """Returns the same with floating point tensors in this dtype."""
     return tree_map_only(
         torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
     )
@@ -73,7 +73,7 @@ def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
 
 @callees_compiled
 def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kwargs: Kwargs) -> Tree:
-    """A forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
+    """Runs a forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
     with computing_when_summoned(flats):
         outputs = module(*args, **kwargs)
     refuse_backward(flats, outputs)
@@ -120,7 +120,7 @@ def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
 
 @not_compiled
 def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
-    """The outputs with copies in place of original parameters and their views.
+    """Returns the outputs with copies in place of original parameters and their views.
 
     Raises:
         LifecycleError: they are in an object whose content can't be replaced.
@@ -299,7 +299,7 @@ def input_dtype(state: ShardingState) -> torch.dtype | None:
 
 
 def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
-    """The same, with gradients of the inputs watched where backward needs frozen parameters."""
+    """Returns the same, with gradients of the inputs watched where backward needs frozen parameters."""
     if state.unit.has_frozen and torch.is_grad_enabled():
         return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
     return entered
@@ -345,7 +345,7 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
-    """A forward raised inside of the unit."""
+    """Notes that a forward raised inside of the unit."""
     engine, is_outermost, _, in_trace, _ = entered
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
@@ -357,7 +357,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
 
 
 def through(state: ShardingState, found: Tree) -> Tree:
-    """An attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
+    """Returns an attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
     if isinstance(found, MethodType) and isinstance(found.__self__, nn.Module):
         return _call_of(state, found)
     return found

@@ -116,7 +116,7 @@ class GradientPack(ABC):
 
     # ------------------------------------------------------------ sending
     def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """The original parameters' gradients, which these have no longer.
+        """Returns the original parameters' gradients, which these have no longer.
 
         Args:
             kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
@@ -233,7 +233,7 @@ class GradientPack(ABC):
         return had
 
     def _own(self, result: torch.Tensor) -> torch.Tensor:
-        """The shard's gradient [S] in what came, in the shard's dtype and on its device."""
+        """Returns the shard's gradient [S] in what came, in the shard's dtype and on its device."""
         param, size = self._flat.param, self._size
         gradient = result if result.numel() == size else result[:size]
         if gradient.dtype != param.dtype or gradient.device != param.device:
@@ -245,7 +245,7 @@ class GradientPack(ABC):
         return
 
     def clear_unused(self, listing: Listing) -> None:
-        """A registered parameter's gradient is new: none of its original parameters has had one yet."""
+        """Notes that a registered parameter's gradient is new: none of its original parameters has had one yet."""
         unused = self._flat.unused
         if listing is self._flat:
             unused.clear(None)
@@ -455,7 +455,7 @@ class LazyPack(GradientPack):
         return self._scatter(packed, had, had_all)
 
     def _arrived(self) -> None:
-        """The compiler frees what was sent."""
+        """Lets the compiler free what was sent."""
 
     def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
@@ -511,7 +511,7 @@ class Way(NamedTuple):
 def way_for(
     flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
 ) -> Way:
-    """The way for where the shard is now; see :class:`GradientPack`.
+    """Returns the way for where the shard is now; see :class:`GradientPack`.
 
     Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
     """
@@ -533,7 +533,7 @@ def way_for(
 
 
 def predivide_factor(world_size: int) -> int:
-    """The power of two next to the root of the world size that divides it (fairscale's choice)."""
+    """Returns the power of two next to the root of the world size that divides it (fairscale's choice)."""
     factor = 1
     while world_size % factor == 0 and world_size / factor > factor:
         factor *= 2

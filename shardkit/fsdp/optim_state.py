@@ -40,7 +40,7 @@ def slot_of(listing: Listing) -> Slot:
 
 @torch.no_grad()
 def gather_parts(listing: Listing, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
-    """The original parameters' parts of a state, on the CPU (collective)."""
+    """Returns the original parameters' parts of a state, on the CPU (collective)."""
     shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.compute_device)
     full = shard
     if listing.group.world_size > 1:
@@ -67,7 +67,7 @@ def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = 
 
 
 def shard_plain(optimizer: Optimizer, full: StateDict) -> StateDict:
-    """This rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
+    """Returns this rank's part of such a state, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Raises:
         ConfigurationError: it is of another model.
@@ -112,7 +112,7 @@ def follow_shards(optimizer: Optimizer) -> None:
 
 # ------------------------------------------------------------ by name
 def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, Held]:
-    """All parameters of a model by identity, shards as the core lists them first, the same order on all ranks.
+    """Returns all parameters of a model by identity, shards as the core lists them first, the same order on all ranks.
 
     Raises:
         ConfigurationError: the optimizer has others.

@@ -206,7 +206,7 @@ class _FirstSteps:
             looked.skips.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
 
     def after(self, optimizer: Optimizer) -> None:
-        """The step is over, or a closure is about to make other gradients."""
+        """Notes that the step is over, or a closure is about to make other gradients."""
         looked = self._looked.get(optimizer)
         if looked is not None and looked.flats:
             looked.skips.put_back(optimizer)
@@ -246,7 +246,7 @@ _first_steps = _FirstSteps()
 
 
 def check_first_steps() -> None:
-    """A flat parameter was made: optimizers are looked at before their next step."""
+    """Notes that a flat parameter was made: optimizers are looked at before their next step."""
     _first_steps.wrapped += 1
     take_part(_first_steps)
     if torch.optim.Muon.__init__ is not _make_muon:

@@ -228,7 +228,7 @@ class SplitParameter(OriginalParameter):
 
 
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
-    """The class of a tensor that becomes one of these; of one that wraps others a class that is both."""
+    """Returns the class of a tensor that becomes one of these; of one that wraps others a class that is both."""
     is_wrapper = is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
     return _both(kind, type(tensor)) if is_wrapper else kind
 
@@ -239,7 +239,7 @@ def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.
 
 
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:
-    """The mesh over which tensor parallelism has cut some of these; None where there are none."""
+    """Returns the mesh over which tensor parallelism has cut some of these; None where there are none."""
     for original in originals:  # asked for every unit: without a generator, whose steps are calls
         if original.mesh is not None:
             return original.mesh
@@ -332,7 +332,7 @@ def _owner_of(param: torch.Tensor) -> Owner | None:
 
 
 def managing(param: nn.Parameter) -> FlatParam | None:
-    """The flat parameter that manages an original parameter, None for other parameters."""
+    """Returns the flat parameter that manages an original parameter, None for other parameters."""
     owner = _owner_of(param)
     return None if owner is None else owner.flat
 
@@ -372,7 +372,7 @@ def name_of_original(param: nn.Parameter) -> str | None:
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
-    """The parameter, or where it has lost its shape too (lazy execution) one that is like it."""
+    """Returns the parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owner_of(param)
     if owner is None or owner.flat.keeps_shapes:
         return param
@@ -454,7 +454,7 @@ def _refuse_gradient(param: torch.Tensor) -> None:
 
 
 def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Parameter:
-    """A copy; the copy of its flat parameter, if there is one, will give it values."""
+    """Returns a copy; the copy of its flat parameter, if there is one, will give it values."""
     param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
     _names_of_copies[param] = name
     param.__class__ = ReleasedParameter
@@ -497,7 +497,7 @@ class Unused:
         ]
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
-        """The same for elements, [S]; None if all have got one."""
+        """Returns the same for elements, [S]; None if all have got one."""
         self.is_noted = True
         self.originals = [False] * len(self.originals)
         if is_new:

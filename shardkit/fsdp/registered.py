@@ -148,7 +148,7 @@ class RegisteredShard:
         return self.flat.compute_device
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
+        """Returns this rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
         return values[self.offset : self.offset + self.numel].view(self.shape)
 
     def __getstate__(self) -> StateDict:
@@ -159,7 +159,7 @@ class RegisteredShard:
         self.spec = self.param._spec if is_dtensor(self.param) else None
 
     def local(self, listed: torch.Tensor) -> torch.Tensor:
-        """The memory of what is listed, or of a gradient of it, on this rank."""
+        """Returns the memory of what is listed, or of a gradient of it, on this rank."""
         return listed if self.spec is None else local_of(listed)
 
     @property
@@ -240,7 +240,7 @@ class RegisteredShards:
 
     @torch.no_grad()
     def collected(self, numel: int) -> torch.Tensor:
-        """A shard [S] with their values; they become views of it."""
+        """Returns a shard [S] with their values; they become views of it."""
         for r in self.each:
             module, name = r.places[0]
             now = module._parameters.get(name)
@@ -267,7 +267,7 @@ class RegisteredShards:
 
     # ------------------------------------------------------------ gradients
     def gradient(self) -> torch.Tensor | None:
-        """The shard's [S], of which theirs are views; made anew where they are not. None: none has one."""
+        """Returns the shard's [S], of which theirs are views; made anew where they are not. None: none has one."""
         now = list(map(_grad_of, self.params))
         there = [(r, g) for r, g in zip(self.each, now, strict=True) if g is not None]
         if not there:
@@ -316,7 +316,7 @@ class RegisteredShards:
         return own
 
     def local_gradients(self, padded: bool = True, copies: bool = True) -> list[torch.Tensor]:
-        """This rank's memory of theirs, as far as they have one.
+        """Returns this rank's memory of theirs, as far as they have one.
 
         Args:
             padded: with padding.
@@ -452,7 +452,7 @@ class UnlistedShard(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnlistedShard:
-        """All registered parameters do."""
+        """Sets it of all registered parameters."""
         for p in self.shards.params:
             p.requires_grad_(requires_grad)
         return self
@@ -537,7 +537,7 @@ def register(place: Place, param: nn.Parameter) -> None:
 
 
 def unregister(place: Place) -> None:
-    """A module forgets a name; :func:`register` knows where it was."""
+    """Notes that a module forgets a name; :func:`register` knows where it was."""
     module, name = place
     if name not in _order(module):
         module.__dict__[ORDER] = {written: k for k, written in enumerate(written_names(module))}
@@ -563,13 +563,13 @@ def take_out(originals: Sequence[OriginalParameter]) -> None:
 
 
 def show(place: Place, param: nn.Parameter) -> None:
-    """The parameter is registered in its module again."""
+    """Registers the parameter in its module again."""
     place.module.__dict__.pop(place.name, None)
     register(place, param)
 
 
 def written_names(module: nn.Module) -> list[str]:
-    """Names of a module's parameters in order, those that a unit has taken included."""
+    """Returns names of a module's parameters in order, those that a unit has taken included."""
     order = _order(module)
     return [*order, *(name for name in module._parameters if name not in order)]
 

@@ -81,7 +81,7 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
-    """This rank's gradients, without padding that nobody lists or clears."""
+    """Returns this rank's gradients, without padding that nobody lists or clears."""
     if flat.shards is not None:
         return flat.shards.local_gradients()
     return [] if flat.param.grad is None else [flat.param.grad]
@@ -166,7 +166,7 @@ class ShardedAPI(abc.ABC):
 
     # ------------------------------------------------------------ checkpoints of shards
     def local_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
-        """This rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
+        """Returns this rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         state = self._state
         with local_state(state):
             found = self._door_state_dict(*args, **kwargs)
@@ -251,7 +251,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def gather_full_optim_state_dict(self, optim: Optimizer, **ignored: object) -> StateDict | None:
-        """The optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
+        """Returns the optimizer's full state on rank 0, None on others (collective), by id; see ``optimizer_state``."""
         refuse_stand_ins(optim, "gather_full_optim_state_dict")
         own = self._state
         _refuse_dtensors(own, "gather_full_optim_state_dict", "get_optimizer_state_dict")
@@ -269,7 +269,7 @@ class ShardedAPI(abc.ABC):
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
-        """This rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
+        """Returns this rank's part of a full optimizer state, for ``optimizer.load_state_dict``.
 
         Raises:
             ConfigurationError: it belongs to another model.

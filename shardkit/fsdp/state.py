@@ -44,12 +44,12 @@ _OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, wh
 
 
 def clean(name: str) -> str:
-    """A name without what wrapping added to it."""
+    """Returns a name without what wrapping added to it."""
     return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrapping, here and in torch, added to it."""
+    """Returns a name without what wrapping, here and in torch, added to it."""
     return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
 
 
@@ -239,11 +239,11 @@ class ShardingState:
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
-        """This one and those of units below, the outermost first."""
+        """Returns this one and those of units below, the outermost first."""
         return [self, *units_below(self, nested=True)]
 
     def all_flats(self) -> list[FlatParam]:
-        """The flat parameters of these."""
+        """Returns the flat parameters of these."""
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Listing]:
@@ -295,14 +295,14 @@ def forget_state(state: ShardingState) -> None:
 
 
 def state_of(module: nn.Module) -> ShardingState | None:
-    """The state whose door a module is; None for all other modules."""
+    """Returns the state whose door a module is; None for all other modules."""
     found = _states.get(id(module))
     state = None if found is None else found()
     return state if state is not None and state.door is module else None
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
-    """The states whose flat parameters these are."""
+    """Returns the states whose flat parameters these are."""
     found = [state for state in (held() for held in list(_states.values())) if state is not None]
     return [state for state in found if any(flat in state.flats for flat in flats)]
 

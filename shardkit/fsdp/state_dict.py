@@ -326,7 +326,7 @@ def consolidate(
     with_module_buffers: bool = True,
     strict: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """One full state dict from the local ones of all ranks, without a process group.
+    """Makes one full state dict from the local ones of all ranks, without a process group.
 
     Args:
         shard_weights: ``local_state_dict()`` of each rank, in rank order.
@@ -372,7 +372,7 @@ def _joined(
     shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
     k: int, name: str, key: str,
 ) -> torch.Tensor:  # fmt: skip
-    """A flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
+    """Returns a flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
     metadata.
     """
     entry = shard_metadata[0]["param_metadata"][k]
@@ -413,7 +413,7 @@ def _without_wrapping(rest: str) -> str:
 
 
 def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, **kwargs: object) -> StateDict:
-    """The full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
+    """Returns the full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
     destination, prefix, keep_vars = _arguments(args, kwargs)
     if destination is None:
         destination = OrderedDict()

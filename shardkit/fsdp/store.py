@@ -138,7 +138,7 @@ class Store(ABC):
     def _gather(
         self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """All ranks' shards, over the channel for parameters."""
+        """Gathers all ranks' shards, over the channel for parameters."""
         if self._flat.on_gather is not None:
             self._flat.on_gather(full, shard)
         return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
@@ -232,7 +232,7 @@ class Store(ABC):
 
     @torch.no_grad()
     def gather_full_precision(self) -> torch.Tensor:
-        """All values in the shard's dtype, [W * S], on the compute device (collective)."""
+        """Returns all values in the shard's dtype, [W * S], on the compute device (collective)."""
         shard = self._flat.param.data.contiguous().view(-1).to(self._device)
         if self._group.world_size == 1 or shard.is_meta:
             return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
@@ -282,7 +282,7 @@ class KeptViews:
         self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
 
     def conceal(self, modules: Sequence[nn.Module]) -> None:
-        """The memory is about to be given back; views may be kept by these modules."""
+        """Notes that the memory is about to be given back; views may be kept by these modules."""
         state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
         now = _holders_of(self._memory)
         if not self.found and now <= self._familiar.get(state, 0):
@@ -317,7 +317,7 @@ class KeptViews:
         self.found = list(found.values())
 
     def reveal(self) -> None:
-        """The memory is back."""
+        """Notes that the memory is back."""
         for ref, kind in self.found:
             tensor = ref()
             if tensor is not None:
@@ -325,7 +325,7 @@ class KeptViews:
 
 
 def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, sets and dicts."""
+    """Yields all tensors in nested lists, tuples, sets and dicts."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -417,7 +417,7 @@ class Stored(Store):
         self.in_flight = work, full
 
     def joined(self, *stores: Stored) -> Joined:
-        """The message of these stores, of which this one is the first; made once."""
+        """Returns the message of these stores, of which this one is the first; made once."""
         if stores not in self._joined:
             if len(self._joined) == _MOST:
                 self._joined.clear()
@@ -425,7 +425,7 @@ class Stored(Store):
         return self._joined[stores]
 
     def sent(self) -> torch.Tensor:
-        """The shard's memory, [S]."""
+        """Returns the shard's memory, [S]."""
         shard = self._shard
         if shard is None or shard.data_ptr() != self._flat.param.data_ptr():  # else two operations less
             shard = self._shard = self._flat.param.data.view(-1)
@@ -584,7 +584,7 @@ class Joined:
         self._backend.release_storage(self._full)
 
     def start(self) -> None:
-        """One gather for all (collective)."""
+        """Issues one gather for all (collective)."""
         stores, first = self._stores, self._stores[0]
         for store in stores:
             store.state = GATHERING
@@ -602,7 +602,7 @@ class Joined:
             store.in_flight, store.arrives_in = (work, part), self
 
     def leave(self) -> None:
-        """One of them has copied its part."""
+        """Notes that one of them has copied its part."""
         self._waiting -= 1
         if not self._waiting:
             self._backend.release_storage(self._full)
@@ -721,7 +721,7 @@ class Deferred(Store):
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:
-    """The store for where the shard is now; ``before``, the last one, if it can serve on."""
+    """Returns the store for where the shard is now; ``before``, the last one, if it can serve on."""
     kind = _kind_for(flat)
     return before if type(before) is kind and before.fits() else kind(flat)
 

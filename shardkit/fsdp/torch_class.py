@@ -29,7 +29,7 @@ class Hooks(Protocol):
 
 
 def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
+    """Returns the class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
     if kind in _classes:
         return _classes[kind]
     from torch.distributed.fsdp import FSDPModule
@@ -43,7 +43,7 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module was written with."""
+    """Returns the class that a module was written with."""
     kind = type(module)
     return kind.__mro__[2] if vars(kind).get("__reduce_ex__") is _reduced else kind
 

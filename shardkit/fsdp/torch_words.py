@@ -91,7 +91,7 @@ class TorchsWords(NamedTuple):
         return PrecisionPolicy(compute=self.mp_policy.param_dtype)
 
     def reduce(self, given: ReducePolicy | None) -> ReducePolicy | None:
-        """The dtype on the wire."""
+        """Returns the dtype on the wire."""
         if self.mp_policy is None or self.mp_policy.reduce_dtype is None:
             return given
         _refuse_both("mp_policy.reduce_dtype", "reduce", given)
@@ -299,7 +299,7 @@ class TorchsMethods:
 
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
-        """A method of the module, run as its forward is; what calls the module itself inside included."""
+        """Returns a method of the module, run as its forward is; what calls the module itself inside included."""
         state = self._state
         wake(state)
         end_unshard(state)

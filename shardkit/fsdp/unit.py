@@ -48,7 +48,7 @@ class LocalGradients:
         self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
 
     def note(self, pack: GradientPack) -> None:
-        """A backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
+        """Notes that a backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
         listing = self._listing
         self.widen(pack.dtype)
         if not self.are_there():
@@ -342,7 +342,7 @@ class Unit:
                 start_together(asked, after)
 
     def release(self, until_backward: bool = False) -> None:
-        """The module does not need its values any more, or only in backward.
+        """Notes that the module does not need its values any more, or only in backward.
 
         Raises:
             LifecycleError: somebody wrote to them, which is lost with their memory.
@@ -382,7 +382,7 @@ class Unit:
 
     # ------------------------------------------------------------ backward
     def rename(self, paths: Sequence[str]) -> None:
-        """The paths of its modules in the root module are known."""
+        """Notes that the paths of its modules in the root module are known."""
         self.name = name = paths[0]
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
@@ -472,7 +472,7 @@ class Unit:
             pack.forget()
 
     def note_local_gradients(self) -> None:
-        """A backward inside ``no_sync`` has ended."""
+        """Notes that a backward inside ``no_sync`` has ended."""
         for local, pack in self._local_gradients():
             for one in local:
                 one.note(pack)

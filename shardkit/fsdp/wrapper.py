@@ -86,7 +86,7 @@ class UnitModule(FlattenParamsWrapper):
 
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:
-        """The wrapped module's forward."""
+        """Runs the wrapped module's forward."""
         return self._fpw_module(*inputs, **kwinputs)
 
     def unflatten_params(self, flat_params: object = None) -> NoReturn:

@@ -38,12 +38,12 @@ class ShardkitStrategy(DDPStrategy):
         self._backward_sync_control = _NoSync()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """The module, sharded, behind one that is called in its place."""
+        """Returns the module, sharded, behind one that is called in its place."""
         self._sharding.shard(module)
         return _Called(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer, over shards."""
+        """Returns the optimizer, over shards."""
         follow(optimizer)
         return optimizer
 

@@ -100,7 +100,7 @@ class ShardkitStrategy(DDPStrategy):
     def _step(
         self, context: AnyCallable, name: str, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Tree:
-        """The whole step is one forward of the module: all of its parameters can be used anywhere in it."""
+        """Makes the whole step one forward of the module: all of its parameters can be used anywhere in it."""
         module = self.lightning_module
         with context():
             if state_of(module) is not None:

@@ -71,7 +71,7 @@ class Sharding:
         fully_shard(model, **options)
 
     def units_of(self, model: nn.Module) -> list[nn.Module]:
-        """The parts of a model that become units, in the order of ``modules()``.
+        """Returns the parts of a model that become units, in the order of ``modules()``.
 
         Raises:
             ConfigurationError: none is of a class that ``units`` names.
@@ -121,7 +121,7 @@ def follow(optimizer: Optimizer) -> None:
 
 
 def whole_state(optimizer: Optimizer, keep_on: bool) -> StateDict:
-    """An optimizer's state as one process has it (collective); empty where it is not to be kept.
+    """Returns an optimizer's state as one process has it (collective); empty where it is not to be kept.
 
     Raises:
         ConfigurationError: see :func:`gather_plain`.

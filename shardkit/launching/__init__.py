@@ -72,7 +72,7 @@ def launch(
 
 
 def _of_machine(world_size: int) -> str | Backend:
-    """The backend where none is named."""
+    """Returns the backend where none is named."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return "gloo"

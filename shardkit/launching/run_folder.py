@@ -62,7 +62,7 @@ class RunFolder:
         return [Path(line) for line in dict.fromkeys(filter(None, lines))]
 
     def last_checkpoint(self) -> Path | None:
-        """The complete checkpoint of the most steps; None if there is none."""
+        """Returns the complete checkpoint of the most steps; None if there is none."""
         found = [
             (int(match[1]), path)
             for folder in self.checkpoint_dirs()
@@ -110,7 +110,7 @@ class Steps:
 
 
 def steps_of(path: Path) -> tuple[int, float]:
-    """The same from outside; (0, 0.0) where the rank has not begun."""
+    """Returns the same from outside; (0, 0.0) where the rank has not begun."""
     try:
         count, when = _STEPS.unpack_from(path.read_bytes())
     except (OSError, struct.error):

@@ -98,7 +98,7 @@ def _number(environment: Mapping[str, str], name: str, default: T) -> int | T:
 
 
 def _port(environment: Mapping[str, str], job: str) -> int:
-    """The one that was set, or one that all ranks of the job work out alike."""
+    """Returns the one that was set, or one that all ranks of the job work out alike."""
     first, count = _PORTS
     return _number(environment, "MASTER_PORT", first + zlib.crc32(job.encode()) % count)
 
@@ -134,7 +134,7 @@ def _slurm(environment: Mapping[str, str]) -> StartedRank | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's list: ``node[03-07,9],other`` has ``node03``."""
+    """Returns the first of Slurm's list: ``node[03-07,9],other`` has ``node03``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],\-]+)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""
 

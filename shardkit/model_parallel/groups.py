@@ -39,7 +39,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """The size of a part.
+    """Returns the size of a part.
 
     Raises:
         PartitionError: parts would have different sizes.
@@ -108,7 +108,7 @@ class Grid:
 def grid(
     world_size: int, model_parallel_size: int, pipeline_length: int, context_parallel_size: int = 1
 ) -> Grid:
-    """All groups of a job.
+    """Returns all groups of a job.
 
     Raises:
         ConfigurationError: the sizes are no positive numbers.
@@ -270,7 +270,7 @@ def _groups() -> _Groups:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the parts of this rank's model.
+    """Returns the ranks that hold the parts of this rank's model.
 
     This and what follows raises GroupsError where no groups have been made.
     """
@@ -278,17 +278,17 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_context_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part as this rank, at the same stage, and share its sequences."""
+    """Returns the ranks that hold the same part as this rank, at the same stage, and share its sequences."""
     return _groups().context.group
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold the same part as this rank, and other sequences."""
+    """Returns the ranks that hold the same part as this rank, and other sequences."""
     return _groups().data.group
 
 
 def get_pipeline_parallel_group() -> dist.ProcessGroup:
-    """The stages of this rank's pipeline."""
+    """Returns the stages of this rank's pipeline."""
     return _groups().pipeline.group
 
 
@@ -328,7 +328,7 @@ def get_context_parallel_world_size() -> int:
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Returns this rank's place among them."""
     return _place(_groups().context)
 
 
@@ -338,7 +338,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Returns this rank's place among them."""
     return _place(_groups().data)
 
 
@@ -347,5 +347,5 @@ def _place(line: _RankLine) -> int:
 
 
 def group_of(tensor: torch.Tensor) -> Group:
-    """The model-parallel group as this tensor's device has it."""
+    """Returns the model-parallel group as this tensor's device has it."""
     return backend_for([tensor]).group(get_model_parallel_group())

@@ -204,7 +204,7 @@ class ParallelEmbedding(nn.Module):
 
 
 def check_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
-    """The index, counted from the front.
+    """Returns the index, counted from the front.
 
     Raises:
         ConfigurationError: it is outside of the vocabulary.
@@ -318,7 +318,7 @@ class RowParallelLinear(_SplitLinear):
         self.input_size_per_partition = self._fill(1, bias, init_method, stride, keep_master_weight_for_test)
 
     def get_master_weight(self) -> torch.Tensor:
-        """The whole weight [out_features, in_features] of now (collective), in the order of the whole input."""
+        """Returns the whole weight [out_features, in_features] of now (collective), in the order of the whole input."""
         return all_parts(self.weight.data)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..backend import Backend, backend_for_device
-from ..errors import BackendError, ConfigurationError, LifecycleError
+from ..errors import BackendError, ConfigurationError
 from ..torch_seams.compiling import not_compiled
-from ..types import AnyCallable, Context, Tree
-from ..wrapping.activations import Surroundings, no_autocast_cache
+from ..types import AnyCallable, Tree
+from ..wrapping.activations import call_checkpointed
 from .groups import get_data_parallel_rank, get_model_parallel_rank
 
 _log = logging.getLogger("shardkit.model_parallel")
@@ -37,7 +38,7 @@ def device_backend() -> Backend:
 
 
 def seeded_state(seed: int) -> Tree:
-    """The state of the device's generator after it was seeded."""
+    """Returns the state of the device's generator after it was seeded."""
     return torch.Generator(device=device_backend().device()).manual_seed(seed).get_state()
 
 
@@ -66,7 +67,7 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream; the generator's own goes on as if nothing had been.
+        """Adds a stream; the generator's own goes on as if nothing had been.
 
         Raises:
             ConfigurationError: the name or the seed is taken.
@@ -117,7 +118,7 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that layers share."""
+    """Returns the tracker that layers share."""
     return _tracker
 
 
@@ -148,53 +149,6 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     _tracker.add(_TRACKER_NAME, own)
 
 
-class _OfCheckpoint(Context):
-    run_function: AnyCallable
-    args: list[object]
-    places: list[tuple[int, bool]]  # of tensors among the arguments, and whether they want a gradient
-    surroundings: Surroundings
-    streams: dict[str, torch.ByteTensor]
-
-
-class CheckpointFunction(torch.autograd.Function):
-    """``apply(run_function, *args)``: runs a function without a graph, and again, with one, in backward."""
-
-    @staticmethod
-    def forward(ctx: _OfCheckpoint, run_function: AnyCallable, *args: object) -> Tree:  # type: ignore[override]
-        ctx.run_function = run_function
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        ctx.args = [None if isinstance(a, torch.Tensor) else a for a in args]
-        ctx.places = [(i, a.requires_grad) for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        ctx.surroundings = Surroundings([*tensors, torch.empty(0, device=device_backend().device())])
-        ctx.streams = _tracker.get_states()
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        with torch.no_grad(), no_autocast_cache():
-            return run_function(*args)
-
-    @staticmethod
-    def backward(ctx: _OfCheckpoint, *args: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        if not torch.autograd._is_checkpoint_valid():
-            raise LifecycleError(
-                "a checkpoint computes its gradients within backward(); torch.autograd.grad() and backward(inputs=...) "
-                "can't reach through it. Call backward(), or run the function without checkpoint()"
-            )
-        inputs = list(ctx.args)
-        for (place, requires_grad), tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            inputs[place] = tensor.detach().requires_grad_(requires_grad)
-        with ctx.surroundings.again(), _tracker.again(ctx.streams), torch.enable_grad():
-            outputs = ctx.run_function(*inputs)
-        if isinstance(outputs, torch.Tensor):
-            outputs = (outputs,)
-        pairs = zip(outputs, args, strict=True)
-        wanted = [
-            (o, g) for o, g in pairs if g is not None and isinstance(o, torch.Tensor) and o.requires_grad
-        ]
-        if wanted:
-            torch.autograd.backward([o for o, _ in wanted], [g for _, g in wanted])
-        return (None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inputs))
-
-
 @not_compiled
 def checkpoint(function: AnyCallable, *args: object) -> Tree:
     """Runs ``function(*args)``, keeps its arguments only, and computes its activations again in backward.
@@ -205,8 +159,16 @@ def checkpoint(function: AnyCallable, *args: object) -> Tree:
         function: returns a tensor or a tuple of tensors.
         *args: tensors, or anything without a gradient.
     """
-    if not torch.is_grad_enabled():
+    streams: list[dict[str, torch.ByteTensor]] = []  # before the first run
+
+    def run(*args: object) -> Tree:
+        if streams:
+            with _tracker.again(streams[0]):
+                return function(*args)
+        streams.append(_tracker.get_states())
         return function(*args)
-    # The last argument requires a gradient, so that backward comes also where only parameters do.
-    anchor = torch.empty(0, requires_grad=True)
-    return CheckpointFunction.apply(lambda *all_: function(*all_[:-1]), *args, anchor)
+
+    # A parameter beside the arguments: backward comes also where only the function's own parameters want a gradient,
+    # and the generator of its device, from which the streams draw, is put back.
+    device = nn.ParameterList([torch.empty(0, device=device_backend().device())])
+    return call_checkpointed(run, args, {}, near=device)

@@ -127,13 +127,13 @@ class GatherFromRegion(torch.autograd.Function):
 
 @not_compiled
 def copy_to_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """The tensor, the same on all ranks; its gradient is the sum over them."""
+    """Returns the tensor, the same on all ranks; its gradient is the sum over them."""
     return CopyToRegion.apply(input_)
 
 
 @not_compiled
 def reduce_from_model_parallel_region(input_: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks; the argument is left alone."""
+    """Returns the sum over all ranks; the argument is left alone."""
     return ReduceFromRegion.apply(input_)
 
 
@@ -204,7 +204,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 @not_compiled
 def vocab_parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of each token, the same on all ranks.
+    """Returns the loss of each token, the same on all ranks.
 
     Targets outside of the vocabulary are not looked for (that would make a device wait): their loss is meaningless
     and to be masked by the caller.

@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _slices(tensor: torch.Tensor, rows: int) -> list[tuple[int, torch.Tensor]]:
-    """The tensor in pieces of so many rows, with the index of the first of each."""
+    """Returns the tensor in pieces of so many rows, with the index of the first of each."""
     return [(i * rows, piece) for i, piece in enumerate(tensor.split(rows))]
 
 

@@ -92,7 +92,7 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
 
 
 def _fingerprints(state_dict: StateDict) -> dict[str, str]:
-    """A short text for each parameter that has state, and for each group."""
+    """Returns a short text for each parameter that has state, and for each group."""
     found = {}
     position = 0
     for index, group in enumerate(state_dict["param_groups"]):

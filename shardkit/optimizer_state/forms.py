@@ -55,7 +55,7 @@ def _gathered(
     number: Callable[[StateKind], Tree] = StateKind.made,
     of_whole: Callable[[Tree], Tree] = lambda state: state,
 ) -> StateDict:
-    """The state of each parameter by its key (collective); empty unless ``keep``."""
+    """Returns the state of each parameter by its key (collective); empty unless ``keep``."""
     own_of = [saved["state"].get(h.position, {}) for h in held]
     shards = [(h.slot, own) for h, own in zip(held, own_of, strict=True) if h.slot is not None]
     gathered = iter(gather_states([s for s, _ in shards], [own for _, own in shards], keep, form, number))

@@ -43,7 +43,7 @@ class Leaf:
         return sum(box.numel for box in self.boxes)
 
     def values(self, box: Box) -> torch.Tensor:
-        """A view of the base, in the box's shape; a copy of one whose elements lie scattered."""
+        """Returns a view of the base, in the box's shape; a copy of one whose elements lie scattered."""
         if box.sizes == tuple(self.base.shape):
             return self.base
         return self.base.reshape(-1)[box.start : box.start + box.numel].view(box.sizes)
@@ -110,13 +110,13 @@ class Ranks:
 
 
 def whole(tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:
-    """A tensor that this rank has all of."""
+    """Returns a tensor that this rank has all of."""
     values = tensor.detach()
     return Leaf(values.shape, values, (whole_box(values.shape),), copies)
 
 
 def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies: tuple[int, ...]) -> Leaf:
-    """A parameter's part in a shard [S], or in something that is laid out as one.
+    """Returns a parameter's part in a shard [S], or in something that is laid out as one.
 
     Args:
         piece: None if nothing of it lies there; what has no elements at all lies nowhere, and is written too.
@@ -127,7 +127,7 @@ def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies
 
 
 def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
-    """This rank's part of a DTensor."""
+    """Returns this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, values = tensor.device_mesh, tensor.to_local().detach()

@@ -104,7 +104,7 @@ def _marked(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def marked(state: SavedState, shape: torch.Size) -> StateDict:
-    """A shard's state that tells that it is one; the shape is the shard's."""
+    """Returns a shard's state that tells that it is one; the shape is the shard's."""
     return {k: v.as_subclass(StateOfShard) if is_elementwise(k, v, shape) else v for k, v in state.items()}
 
 
@@ -114,7 +114,7 @@ def options_in(group: ParamGroup) -> ParamGroup:
 
 
 def note_shards(group: ParamGroup, params: Iterable[torch.Tensor]) -> None:
-    """A group of a state dict, an OrderedDict, tells of which shards it is."""
+    """Makes a group of a state dict, an OrderedDict, tell of which shards it is."""
     group._metadata = {NOTE: _note(params)}  # type: ignore[attr-defined]
 
 
@@ -196,7 +196,7 @@ def _plain(value: Tree) -> Tree:
 
 
 def mark_shards(params: Iterable[torch.Tensor], state: StateDict) -> None:
-    """The shards in a local state dict tell that they are such."""
+    """Makes the shards in a local state dict tell that they are such."""
     shards = {p.data_ptr() for p in params if p.numel()}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.device.type != "meta" and value.data_ptr() in shards:

@@ -109,7 +109,7 @@ class Slot:
 
     # ------------------------------------------------------------ what is there
     def leaves(self, state: StateDict, ranks: Ranks) -> dict[str, dict[str, Leaf | Fixed]]:
-        """A state by the parameters' names."""
+        """Returns a state by the parameters' names."""
         found: dict[str, dict[str, Leaf | Fixed]] = {span.name: {} for span in self.spans}
         for key, value in state.items():
             if isinstance(value, MarkedTensor):
@@ -161,7 +161,7 @@ class Slot:
         return torch.zeros_like(self.param.detach(), dtype=dtype)
 
     def wanted(self, span: Span, value: torch.Tensor, ranks: Ranks) -> Leaf:
-        """The leaf that fills what :meth:`zeros` has made, of one parameter."""
+        """Returns the leaf that fills what :meth:`zeros` has made, of one parameter."""
         if is_dtensor(value):
             return of_dtensor(f"optimizer state of {span.name}", value, ranks)
         return self._piece(span, value)

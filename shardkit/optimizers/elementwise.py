@@ -229,7 +229,7 @@ def _stepped(
     start: torch.Tensor,
     gradients: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The flat parameter [N] after some steps over what ``cut`` makes of it."""
+    """Returns the flat parameter [N] after some steps over what ``cut`` makes of it."""
     params = [torch.nn.Parameter(p.clone()) for p in cut(start)]
     optimizer = make(params)
     _switch_to_training(optimizer)

@@ -25,7 +25,7 @@ class StepPart(Protocol):
         """Gradients are what the update will read."""
 
     def after(self, optimizer: Optimizer) -> None:
-        """The update is through, or gradients are about to change: undoes what ``before`` did."""
+        """Undoes, once the update is through or gradients are about to change, what ``before`` did."""
 
 
 _parts: list[StepPart] = []

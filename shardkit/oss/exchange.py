@@ -262,7 +262,7 @@ class GradientExchange:
 
     @not_compiled
     def fail_forward(self, error: BaseException) -> None:
-        """A training forward raised: other ranks that wait for its backward may want to know."""
+        """Notes that a training forward raised: other ranks that wait for its backward may want to know."""
         leave(self._forwards.pop())
         self.state.raised = f"{type(error).__name__}: {error}"
 
@@ -441,7 +441,7 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def begin_only(state: BackwardState) -> GradientHook:
-    """A hook for gradients that are reduced at the end of backward."""
+    """Returns a hook for gradients that are reduced at the end of backward."""
 
     def after(_: torch.Tensor) -> None:
         if state.accumulating:

@@ -160,11 +160,11 @@ class OSS(Optimizer):
         return (p for g in self.param_groups for p in g["params"])
 
     def owner_of(self, param: nn.Parameter) -> int:
-        """The rank (in the group) that updates ``param``."""
+        """Returns the rank (in the group) that updates ``param``."""
         return self._owner[param]
 
     def partition_parameters(self) -> list[list[StateDict]]:
-        """The param groups of each rank, with the parameters that the rank owns; [W][groups]."""
+        """Returns the param groups of each rank, with the parameters that the rank owns; [W][groups]."""
         parts = []
         for rank in range(self.world_size):
             groups = []
@@ -175,11 +175,11 @@ class OSS(Optimizer):
         return parts
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients that this rank's optimizer will read (after their reduction)."""
+        """Returns the gradients that this rank's optimizer will read (after their reduction)."""
         return self.placement.gradients(self.optim)
 
     def segments(self) -> list[FlatSegment]:
-        """The flat segments that stand in for parameters where all ranks run one compiled graph."""
+        """Returns the flat segments that stand in for parameters where all ranks run one compiled graph."""
         return self.placement.segments
 
     # ---------------------------------------------------------------- structure
@@ -375,7 +375,7 @@ class OSS(Optimizer):
         self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:  # type: ignore[override]
-        """The whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
+        """Returns the whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
 
         It loads into a plain optimizer, into fairscale's OSS and into this one at any world size. Tensors
         are on the CPU and belong to the last consolidation. Before the first step there is no state, and nothing to
@@ -408,7 +408,7 @@ class OSS(Optimizer):
             self.state = shown
 
     def local_state_dict(self) -> StateDict:
-        """The inner optimizer's own dict: this rank's part only."""
+        """Returns the inner optimizer's own dict: this rank's part only."""
         return oss_state.local(self.optim)
 
     @noting_errors
@@ -441,7 +441,7 @@ class OSS(Optimizer):
         self.take_state(oss_state.selected(state_dict, kept))
 
     def take_state(self, state_dict: StateDict) -> None:
-        """The same with the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
+        """Loads the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
         shown, self._has_stepped = self.state, True
         groups_before = self.param_groups
         of_rank = [{k: g[k] for k in self._of_rank if k in g} for g in groups_before]

@@ -83,7 +83,7 @@ class Placement(ABC):
     # ------------------------------------------------------------ gradients
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """The gradients that the step of this rank will read."""
+        """Returns the gradients that the step of this rank will read."""
 
     @abstractmethod
     def clear_gradients(self) -> None:
@@ -93,7 +93,7 @@ class Placement(ABC):
     def to_clip(
         self, optimizer: Optimizer, params: Iterable[nn.Parameter], norm_type: float
     ) -> tuple[Portion, list[torch.Tensor]]:
-        """The gradients whose norm counts, and those that are scaled by it."""
+        """Returns the gradients whose norm counts, and those that are scaled by it."""
 
     # ------------------------------------------------------------ state
     @abstractmethod
@@ -105,13 +105,13 @@ class Placement(ABC):
         """State of each parameter that this rank answers for: each is answered for by one rank."""
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State] | None:
-        """The same of all parameters, where it ``is_kept``, without Python objects that ranks send each other
+        """Returns the same of all parameters, where it ``is_kept``, without Python objects that ranks send each other
         (collective); None if there is no such way."""
         return None
 
     @abstractmethod
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
-        """The reverse: state by the index that it has in this rank's optimizer."""
+        """Does the reverse: returns state by the index that it has in this rank's optimizer."""
 
 
 class OfParameters(Placement):
@@ -137,7 +137,7 @@ class OfParameters(Placement):
 
 
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients of what an optimizer updates."""
+    """Returns the gradients of what an optimizer updates."""
     return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
@@ -163,7 +163,7 @@ def _laid_out_like(param: nn.Parameter, state: State) -> State:
 
 
 def published_between(publish: Callable[[], None], closure: Closure) -> Closure:
-    """The closure, which sees what all ranks have updated since it was last evaluated in the same step."""
+    """Returns the closure, which sees what all ranks have updated since it was last evaluated in the same step."""
     is_first = True
 
     def evaluated() -> Tree:
@@ -199,7 +199,7 @@ class FlatParameters:
         self._pointers = [p.data_ptr() for p in self.params]
 
     def segment(self, rank: int) -> torch.Tensor:
-        """A rank's part of the buffer, [S]."""
+        """Returns a rank's part of the buffer, [S]."""
         start = self._layout.start(rank)
         return self._buffer[start : start + self._layout.sizes[rank]]
 

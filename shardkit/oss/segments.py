@@ -149,7 +149,7 @@ class FlatSegment:
         self._standing.forget()
 
     def mark_used_up(self) -> None:
-        """A step read the gradient: the next reduction replaces it."""
+        """Notes that a step read the gradient: the next reduction replaces it."""
         self._is_used_up = True
 
     def used(self) -> UsedMask | None:
@@ -181,7 +181,7 @@ class FlatSegment:
     def take_own(
         self, tensors: Sequence[torch.Tensor | None], like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's segment [S] of per-parameter tensors that every rank holds; see :meth:`pack`."""
+        """Returns this rank's segment [S] of per-parameter tensors that every rank holds; see :meth:`pack`."""
         # the rank is data, so that the graph is the same on all ranks
         device = self.params[0].device
         if self._mine is None or self._mine.device != device:  # a transfer: once
@@ -204,7 +204,7 @@ class FlatSegment:
         self._versions = sum(map(_version, self.params))
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
+        """Returns a buffer laid out by owner [W * S] as per-parameter tensors, in parameter order."""
         found = self._pack.split(flat)
         return [
             t if p.dim() == 1 else torch.ops.aten.view_copy(t, p.shape)
@@ -212,7 +212,7 @@ class FlatSegment:
         ]
 
     def split_own(self, segment: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-        """This rank's segment [S] as one tensor per owned parameter."""
+        """Returns this rank's segment [S] as one tensor per owned parameter."""
         here = (p for p in self._form.pieces if p.rank == self.group.rank)
         return {
             self.params[p.item]: segment[p.offset : p.offset + p.numel].view(self.params[p.item].shape)
@@ -220,7 +220,7 @@ class FlatSegment:
         }
 
     def join_own(self, pieces: dict[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        """The reverse of :meth:`split_own`: this rank's segment [S], padded with zeros."""
+        """Reverses :meth:`split_own`: returns this rank's segment [S], padded with zeros."""
         flat = [pieces[self.params[i]].reshape(-1) for i in self.layout.items_of(self.group.rank)]
         filled = sum(f.numel() for f in flat)
         like = flat[0] if flat else self.own.detach()
@@ -290,7 +290,7 @@ class SegmentGradient(MarkedTensor):
 
 
 def stand_in(param: torch.Tensor, segment: FlatSegment) -> torch.Tensor:
-    """A tensor that stands for the segment's gradients as the ``grad`` of one of its parameters."""
+    """Returns a tensor that stands for the segment's gradients as the ``grad`` of one of its parameters."""
     mark = torch.zeros_like(param).as_subclass(SegmentGradient)
     mark.segment = segment
     return mark
@@ -304,7 +304,7 @@ def _gradient_of(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
-    """The norm of a segment's gradients over all ranks (collective), 0-dim; of another gradient its own."""
+    """Returns the norm of a segment's gradients over all ranks (collective), 0-dim; of another gradient its own."""
     if not isinstance(gradient, SegmentGradient):
         return torch.linalg.vector_norm(gradient, order)
     if order <= 0:

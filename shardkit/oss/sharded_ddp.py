@@ -136,7 +136,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         self._announce()
 
     def _announce(self) -> None:
-        """One line about what was wrapped, for the log."""
+        """Writes one line about what was wrapped, for the log."""
         parameters = list(self.module.parameters())
         rank = self._group.rank
         owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]

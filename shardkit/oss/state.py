@@ -90,7 +90,7 @@ def check_shapes(
 
 
 def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:
-    """The same dict with copies of the state of some parameters only; the caller's is not touched.
+    """Returns the same dict with copies of the state of some parameters only; the caller's is not touched.
 
     Args:
         kept: all parameters in order, None in the place of those whose state is not wanted.
@@ -103,7 +103,7 @@ def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:
 def as_loaded(
     optimizer: Optimizer, state_dict: State, dtype: torch.dtype | None
 ) -> dict[nn.Parameter, State]:
-    """The state that an optimizer has just loaded, by parameter.
+    """Returns the state that an optimizer has just loaded, by parameter.
 
     Args:
         optimizer: which has cast it to the parameters' dtypes.
@@ -138,7 +138,7 @@ def _own_copies(value: object, device: torch.device) -> Tree:
 
 
 def local(optimizer: Optimizer) -> State:
-    """The inner optimizer's dict. Looking up ``state[param]`` leaves an entry, of others' parameters too."""
+    """Returns the inner optimizer's dict. Looking up ``state[param]`` leaves an entry, of others' parameters too."""
     state: Tree = optimizer.state
     for p in [p for p, s in state.items() if isinstance(s, dict) and not s]:
         del state[p]
@@ -146,7 +146,7 @@ def local(optimizer: Optimizer) -> State:
 
 
 def part_of_rank(state_dict: State, owners: Sequence[int], rank: int) -> State:
-    """The part of a whole state dict that belongs to one rank, with that rank's own indices.
+    """Returns the part of a whole state dict that belongs to one rank, with that rank's own indices.
 
     Args:
         owners: the rank of each parameter, in order.

@@ -190,7 +190,7 @@ def _refuse_skips_between_ranks(module: nn.Sequential, balance: list[int]) -> No
 
 
 def _own_layers(module: nn.Sequential | list[LazyModule], balance: list[int], rank: int) -> nn.Sequential:
-    """This rank's layers under the names they have in the module (in a list: their places)."""
+    """Returns this rank's layers under the names they have in the module (in a list: their places)."""
     if isinstance(module, nn.Sequential):
         return split_module(module, balance)[rank]
     start = sum(balance[:rank])
@@ -366,7 +366,7 @@ class PipeRPCWrapper(nn.Module):
         return self.model.final_stage
 
     def forward(self, tensor: Value) -> Value:
-        """The output of the last stage, on this rank's device.
+        """Returns the output of the last stage, on this rank's device.
 
         Args:
             tensor: a tensor or a tuple of tensors.

@@ -47,7 +47,7 @@ def split(value: Value, chunks: int) -> list[Value]:
 
 
 def join(values: list[Value]) -> Value:
-    """The mini-batch that these micro-batches are parts of."""
+    """Returns the mini-batch that these micro-batches are parts of."""
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], torch.Tensor):
@@ -93,7 +93,7 @@ class Batch:
         return self.value
 
     def call(self, function: Callable[[Value], Value]) -> Batch:
-        """A batch of what the function makes of the tensor or tensors."""
+        """Returns a batch of what the function makes of the tensor or tensors."""
         return Batch(function(self.value), self.index)
 
     def __repr__(self) -> str:

@@ -96,7 +96,7 @@ def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Seque
 
 
 def verify_shared_parameters(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """A parameter of two partitions can be on one device only.
+    """Refuses a parameter of two partitions: it can be on one device only.
 
     Raises:
         ConfigurationError: (a ValueError) they are on different ones.

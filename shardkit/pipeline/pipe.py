@@ -119,7 +119,7 @@ class Pipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def forward(self, input: Value) -> Value:
-        """The sequential module's output.
+        """Returns the sequential module's output.
 
         Args:
             input: a tensor or a tuple of tensors, with one size in the first dimension. So is what goes from

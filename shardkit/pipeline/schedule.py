@@ -39,14 +39,14 @@ def ticks(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def checkpointed_cells(checkpoint: str, micro_batches: int) -> int:
-    """How many of the micro-batches, counted from the first, keep no activations."""
+    """Returns how many of the micro-batches, counted from the first, keep no activations."""
     return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint]
 
 
 def run_cell(
     layers: nn.Sequential, value: Value, skips: Skips, label: str, *, checkpoint: bool
 ) -> tuple[Value, Skips]:
-    """A micro-batch through a partition; returns it with the skip tensors that later partitions pop."""
+    """Sends a micro-batch through a partition; returns it with the skip tensors that later partitions pop."""
 
     def call(value: Value, skips: Skips) -> tuple[Value, Skips]:
         with holding(dict(skips)) as held, Phase(f"shardkit::{label}"):

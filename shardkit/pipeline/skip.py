@@ -99,15 +99,15 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def namespaced(self, name: str) -> Key:
-        """The name with its namespace (None: the common one)."""
+        """Returns the name with its namespace (None: the common one)."""
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[Key]:
-        """Names of what this layer stashes."""
+        """Returns names of what this layer stashes."""
         return [self.namespaced(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> Iterable[Key]:
-        """Names of what this layer pops."""
+        """Returns names of what this layer pops."""
         return [self.namespaced(name) for name in sorted(self.poppable_names)]
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
@@ -306,7 +306,7 @@ class SkipLayout:
 
 
 def inspect_skip_layout(partitions: Sequence[nn.Sequential]) -> SkipLayout:
-    """The routes of the skip tensors of these partitions' layers."""
+    """Returns the routes of the skip tensors of these partitions' layers."""
     stashed: dict[Key, int] = {}
     routes: dict[Key, tuple[int, int]] = {}
     for k, partition in enumerate(partitions):

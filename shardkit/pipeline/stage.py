@@ -83,7 +83,7 @@ class NeighbourLink:
         self._sending.clear()
 
     def receive(self, src: int) -> tuple[StateDict, list[torch.Tensor]]:
-        """A message of a rank of the group: facts and tensors.
+        """Receives a message of a rank of the group: facts and tensors.
 
         Raises:
             RankLostError: the other rank says that it failed.
@@ -129,7 +129,7 @@ class Stage:
         self._passed: dict[int, Value] = {}  # outputs that wait for their gradients, by micro-batch
 
     def forward(self, values: Sequence[Value], *, backward: bool) -> list[Value]:
-        """The forward pass.
+        """Runs the forward pass.
 
         Args:
             values: micro-batches, on the first rank; others receive them.

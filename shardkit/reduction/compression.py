@@ -191,7 +191,7 @@ def _too_wide(compression: Compression) -> ConfigurationError:
 
 
 def format_for(compression: Compression | None, numel: int, dtype: torch.dtype) -> BlockFormat | None:
-    """The blocks in which a rank's part of so many numbers travels; None: it travels as it is."""
+    """Returns the blocks in which a rank's part of so many numbers travels; None: it travels as it is."""
     if compression is None or numel < SMALLEST or not dtype.is_floating_point:
         return None
     if dtype == torch.float64:

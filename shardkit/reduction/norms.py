@@ -50,12 +50,12 @@ def is_exact(norm_type: float) -> bool:
 def order_of(
     norm_type: float | str = 2.0, *, p: float | str | None = None, ord: float | None = None, **others: object
 ) -> float:
-    """The order of a norm from what a function of torch's was called with after the tensor."""
+    """Returns the order of a norm from what a function of torch's was called with after the tensor."""
     return float(next(given for given in (p, ord, norm_type) if given is not None))
 
 
 def nothing(norm_type: float) -> float:
-    """The norm of no gradients: what changes no other norm that it is combined with."""
+    """Returns the norm of no gradients: what changes no other norm that it is combined with."""
     return math.inf if norm_type < 0 else 0.0
 
 

@@ -212,7 +212,7 @@ class JoinedPack:
     def join(
         self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None, like: torch.Tensor
     ) -> torch.Tensor:
-        """The packed form [N]; without ``had``, parts have no flags. Zeros stand in for what is missing.
+        """Returns the packed form [N]; without ``had``, parts have no flags. Zeros stand in for what is missing.
 
         Args:
             gradients: of any shape, dense or sparse.

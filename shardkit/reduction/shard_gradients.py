@@ -195,7 +195,7 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
 
 
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
-    """The norm over all ranks (collective) of a stack of norms."""
+    """Returns the norm over all ranks (collective) of a stack of norms."""
     order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
     for kind in {k for k in kinds if k is not None}:
         _check_all_there(kind, kinds.count(kind))

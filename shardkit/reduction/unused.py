@@ -42,7 +42,7 @@ class UsedMask(NamedTuple):
     used: torch.Tensor
 
     def saved(self, flat: torch.Tensor) -> torch.Tensor:
-        """A copy of the whole tensor, [S]."""
+        """Returns a copy of the whole tensor, [S]."""
         return flat.view(-1).clone()
 
     def put_back(self, flat: torch.Tensor, saved: torch.Tensor | None) -> None:

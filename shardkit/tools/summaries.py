@@ -13,6 +13,8 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, clean, state_of
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
+from ..policy import ReducePolicy
+from ..reduction.ordered import microbatches
 from ..tracing.tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
@@ -107,6 +109,7 @@ def summary(model: nn.Module) -> Summary:
     group = states[0].group
     kind = type(states[0].module).__name__
     title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
+    title += _order(states[0].options.reduce, group.world_size)
     return Summary(title, units, _warnings(units, group.world_size))
 
 
@@ -169,7 +172,12 @@ def _of_owners(model: ShardedDDP) -> Summary:
         rows += [_owned(optimizer, rank, k) for rank in range(group.world_size)]
     where = f"{counted(group.world_size, 'rank')} (this is {group.rank})"
     title = f"{type(model.module).__name__} under ShardedDDP on {where}"
-    return Summary(title, rows)
+    return Summary(title + _order(model._connected().policy, group.world_size), rows)
+
+
+def _order(reduce: ReducePolicy, world_size: int) -> str:
+    count = microbatches(reduce, world_size)
+    return f", sums over {count} micro-batches in a fixed order" if count else ""
 
 
 def _owned(optimizer: OSS, rank: int, number: int) -> UnitFacts:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGroup:
-    """All ranks of a mesh, of any number of dimensions; the group that was passed where there is no mesh."""
+    """Returns all ranks of a mesh, of any number of dimensions; the group that was passed where there is no mesh."""
     if mesh is None:
         return group
     _check(mesh, group)

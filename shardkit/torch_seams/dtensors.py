@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
-    """The mesh of a process group of torch's; a mesh itself.
+    """Returns the mesh of a process group of torch's; a mesh itself.
 
     Args:
         ranks: a mesh, a process group, or (ranks to shard over, replicas); None for all.
@@ -44,7 +44,7 @@ def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
 
 
 def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
+    """Returns this rank's rows of a tensor that all ranks have, as a DTensor; one number stays as it is.
 
     Args:
         mesh: cut along the last dimension; what is along others are replicas.
@@ -53,7 +53,7 @@ def cut_rows(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part of a tensor that all ranks have, as a DTensor with these placements."""
+    """Returns this rank's part of a tensor that all ranks have, as a DTensor with these placements."""
     local = full
     for at, placement in sorted(enumerate(placements), key=lambda one: hasattr(one[1], "split_factor")):
         if isinstance(dim := getattr(placement, "dim", None), int):
@@ -69,7 +69,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    """The memory on this rank: of a DTensor its local tensor."""
+    """Returns the memory on this rank: of a DTensor its local tensor."""
     return value._local_tensor if is_dtensor(value) else value
 
 
@@ -79,7 +79,7 @@ def is_cut(value: object) -> bool:
 
 
 def whole(value: Tree) -> torch.Tensor:
-    """The full tensor of a DTensor or of a ShardedTensor (collective)."""
+    """Returns the full tensor of a DTensor or of a ShardedTensor (collective)."""
     if not hasattr(value, "full_tensor"):
         return _put_together(value)
     here = value.device_mesh.device_type
@@ -94,7 +94,7 @@ def part_here(
     within: DTensorSpec | None = None,
     dim: int = 0,
 ) -> DTensor:
-    """A DTensor over no values, for what it says: its ``_spec``, and the shape of the part on this rank.
+    """Returns a DTensor over no values, for what it says: its ``_spec``, and the shape of the part on this rank.
 
     Args:
         like: has the dtype and the device.
@@ -119,7 +119,7 @@ def part_here(
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh with the dimensions of both.
+    """Returns the mesh with the dimensions of both.
 
     Raises:
         ConfigurationError: they are not parts of one mesh.
@@ -142,7 +142,7 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> int:
-    """The dimension along which a parameter is cut, by what torch's ``shard_placement_fn`` says of it.
+    """Returns the dimension along which a parameter is cut, by what torch's ``shard_placement_fn`` says of it.
 
     Raises:
         ConfigurationError: it says something else, or names another mesh than the call's.
@@ -188,14 +188,14 @@ def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> N
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
+    """Returns a DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(at_offset_0(local), spec, requires_grad=False)
 
 
 def at_offset_0(view: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of a view, which it keeps alive, in whose storage it is alone.
+    """Returns a tensor over the memory of a view, which it keeps alive, in whose storage it is alone.
 
     A DTensor repeats its local tensor's offset in memory as if it had memory itself. torch copies and pickles only
     those with offset 0, and torch.compile takes only those with the offset of their local tensor: so that has to be 0.
@@ -215,13 +215,13 @@ def _over_memory(view: torch.Tensor) -> torch.Tensor:
 
 
 def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
+    """Returns a DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
     value.requires_grad_(requires_grad)._is_param = True
     return cast("nn.Parameter", value)
 
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
-    """A DTensor over this memory, which is laid out as another's, in a dtype of its own."""
+    """Returns a DTensor over this memory, which is laid out as another's, in a dtype of its own."""
     return _laid_out(local, other.device_mesh, other.placements, other.shape)
 
 
@@ -241,7 +241,7 @@ def _laid_out(
 
 
 def _put_together(sharded: Tree) -> torch.Tensor:
-    """The full tensor of a ShardedTensor; what torch has for it gives it to one rank alone."""
+    """Returns the full tensor of a ShardedTensor; what torch has for it gives it to one rank alone."""
     group = sharded._process_group
     shards = sharded.local_shards()
     # of one kind on all ranks, also on those without a shard

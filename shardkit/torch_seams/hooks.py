@@ -310,7 +310,7 @@ def _is_of_a_function(forward: CodeType) -> bool:
 
 
 def surrounding_checkpoint() -> object:
-    """The activation checkpoint that will run in backward again what is called now; None outside of one.
+    """Returns the activation checkpoint that will run in backward again what is called now; None outside of one.
 
     An object that is the same for all calls within the outermost checkpoint. torch's own kind is known by its hooks for
     saved tensors; re-entrant ones (torch's, fairscale's, this library's) are autograd functions, whose forward is on
@@ -350,12 +350,12 @@ def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook, passed: C
 
 @not_compiled
 def tensors_of(outputs: object) -> Sequence[torch.Tensor]:
-    """All tensors in what a module returned (any nesting of containers)."""
+    """Returns all tensors in what a module returned (any nesting of containers)."""
     return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
 
 
 def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
-    """All tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    """Returns all tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
     found: list[torch.Tensor] = []
     leaves: Sequence[object] = tree_leaves(value)
     for leaf in leaves:

@@ -61,7 +61,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
-    """The tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
+    """Yields the tensors with memory that one of a wrapping class (a DTensor) is made of; else itself."""
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

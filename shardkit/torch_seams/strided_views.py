@@ -12,12 +12,12 @@ from ..types import Tree
 
 
 def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.Tensor:
-    """A view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
+    """Returns a view of ``flat`` at ``offset`` with the shape of ``like``, and its strides where they are dense."""
     return flat.as_strided(like.shape, dense_strides(like), flat.storage_offset() + offset)
 
 
 def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
+    """Returns the tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
     return like.stride() if _is_dense(like) else _contiguous_strides(like.shape)
 
 
@@ -47,7 +47,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def narrowed(tensor: torch.Tensor, box: Box, frame: Box) -> torch.Tensor:
-    """A view of what is in one box, of a tensor that is what is in another, ``frame``, around it."""
+    """Returns a view of what is in one box, of a tensor that is what is in another, ``frame``, around it."""
     for dim, (first, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, first - frame.offsets[dim], size)
     return tensor

@@ -37,7 +37,7 @@ _ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
 
 
 def name_of(func: AnyCallable) -> str:
-    """A function's own name, or "get", "set" or "delete" and an attribute's."""
+    """Returns a function's own name, or "get", "set" or "delete" and an attribute's."""
     try:
         name = func.__name__
     except AttributeError:

@@ -30,10 +30,10 @@ class Sink(Protocol):
     """Takes records; any callable will do, too."""
 
     def write(self, record: Record) -> None:
-        """One record: ``step``, ``time`` (seconds since 1970), and numbers by name."""
+        """Takes one record: ``step``, ``time`` (seconds since 1970), and numbers by name."""
 
     def close(self) -> None:
-        """No more records come."""
+        """Hears that no more records come."""
 
 
 class _Calls:
@@ -135,7 +135,7 @@ class Metrics:
         samples: int | None = None,
         **more: Number,
     ) -> None:
-        """A step has ended; with ``over_ranks``, a collective every ``every`` steps.
+        """Notes that a step has ended; with ``over_ranks``, a collective every ``every`` steps.
 
         Args:
             tokens, samples: that this rank has computed with in it.
@@ -292,7 +292,7 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:
-        """A line, which is there when this returns."""
+        """Writes a line, which is there when this returns."""
         shown = {k: v if math.isfinite(v) else str(v) for k, v in record.items()}
         self._file.write(json.dumps(shown) + "\n")
 
@@ -319,7 +319,7 @@ class TensorBoard:
         self._writer: Framework = None
 
     def write(self, record: Record) -> None:
-        """One scalar for each number."""
+        """Writes one scalar for each number."""
         if self._writer is None:  # on the rank that writes
             self._writer = self._open()
         for name, value in record.items():

@@ -58,10 +58,10 @@ class Listener(Protocol):
     mark: Callable[[], object] | None
 
     def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
-        """A range of this rank has ended; ``start`` and ``end`` are of :func:`now`."""
+        """Notes that a range of this rank has ended; ``start`` and ``end`` are of :func:`now`."""
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
-        """A number has been computed anyway, such as the norm of the gradients."""
+        """Takes a number that has been computed anyway, such as the norm of the gradients."""
 
 
 # ------------------------------------------------------------ who listens
@@ -149,7 +149,7 @@ def leave(entered: Range) -> None:
 
 
 def span(name: str) -> Range:
-    """A range of a program's own, in profiles and in traces; nothing where neither runs.
+    """Makes a range of a program's own, in profiles and in traces; nothing where neither runs.
 
     ::
 

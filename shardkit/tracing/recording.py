@@ -208,7 +208,7 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def read_part(path: Path) -> TracePart:
-    """A part from its file."""
+    """Returns a part from its file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

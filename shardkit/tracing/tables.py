@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes with three digits."""
+    """Returns a number of bytes with three digits."""
     unit = 0
     while abs(count) >= 1000 and unit < len(_UNITS) - 1:
         count /= 1024
@@ -22,7 +22,7 @@ def counted(count: int, what: str) -> str:
 
 
 def in_time(us: float) -> str:
-    """A number of microseconds with three digits."""
+    """Returns a number of microseconds with three digits."""
     if us >= 1e6:
         return f"{us / 1e6:.2f} s"
     return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.0f} us"

@@ -352,7 +352,7 @@ def of_events(trace: Kwargs) -> Trace:
 
 
 def _moments(slices: Sequence[Slice]) -> Iterator[Activity]:
-    """The innermost range at each time; slices begin in order, outer ones first."""
+    """Yields the innermost range at each time; slices begin in order, outer ones first."""
     stack: list[tuple[Slice, StepPlace]] = []
     at = 0.0
 

@@ -212,7 +212,7 @@ class LayerWatch:
 
 
 def layers_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children that have parameters, in place of lists of modules their elements; below only children."""
+    """Yields the children that have parameters, in place of lists of modules their elements; below only children."""
     children = [(name, m) for name, m in module.named_children() if next(m.parameters(), None) is not None]
     if len(children) == 1 and next(children[0][1].children(), None) is not None:
         yield from layers_of(children[0][1], f"{prefix}{children[0][0]}.")

@@ -395,7 +395,7 @@ class Averaging:
             gradient.div_(by)
 
     def flat_gradient(self, like: torch.Tensor) -> torch.Tensor:
-        """All gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
+        """Returns all gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
         flat = [
             (torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad)
             .reshape(-1)

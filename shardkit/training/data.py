@@ -105,7 +105,7 @@ class GlobalOrder:
             )
 
     def part(self, epoch: int, start: int, rank: int, ranks: int) -> list[int]:
-        """A rank's samples of the batch that begins at number ``start`` of an epoch."""
+        """Returns a rank's samples of the batch that begins at number ``start`` of an epoch."""
         each = (min(start + self.batch, self.samples) - start) // ranks
         first = start + rank * each
         if not self.shuffle:
@@ -198,7 +198,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self.epoch, self._start = epoch, 0
 
     def state_of(self, epoch: int, samples: int) -> StateDict:
-        """The state at some place; the same on all ranks."""
+        """Returns the state at some place; the same on all ranks."""
         order = self.order
         return {
             "epoch": epoch,
@@ -479,11 +479,11 @@ class ResumableLoader(Generic[T]):
             self.set_epoch(epoch + 1)
 
     def state_dict(self) -> StateDict:
-        """The place; the same on all ranks."""
+        """Returns the place; the same on all ranks."""
         return self.sampler.state_of(self.sampler.epoch, self._used)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """The next loop begins at this place.
+        """Sets the place at which the next loop begins.
 
         Raises:
             ConfigurationError: it is of another dataset or order, or W does not divide what is left.

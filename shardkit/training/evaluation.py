@@ -46,7 +46,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 def gather_tensors(
     tensor: torch.Tensor, group: ProcessGroup = None, *, backend: str | Backend | None = None
 ) -> list[torch.Tensor]:
-    """Each rank's tensor, in rank order, on every rank (collective). Shapes may differ; dtypes may not.
+    """Returns each rank's tensor, in rank order, on every rank (collective). Shapes may differ; dtypes may not.
 
     Args:
         tensor: any shape and number of dimensions; an empty one too.
@@ -92,7 +92,7 @@ def _gather(tensor: torch.Tensor, ranks: Group) -> list[torch.Tensor]:
 
 
 def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
-    """Each rank's numbers, equally many on all ranks."""
+    """Returns each rank's numbers, equally many on all ranks."""
     mine = torch.tensor(list(numbers), dtype=torch.int64).to(ranks.backend.device())
     everybody = mine.new_empty(ranks.world_size * len(mine))
     ranks.all_gather_into(everybody, mine, label="shapes to gather").wait()
@@ -100,7 +100,7 @@ def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
 
 
 def gather(obj: T, group: ProcessGroup = None, *, backend: str | Backend | None = None) -> list[T]:
-    """Each rank's object, in rank order, on every rank (collective).
+    """Returns each rank's object, in rank order, on every rank (collective).
 
     Objects of one structure whose leaves are tensors and numbers travel as tensors; anything else is pickled.
 

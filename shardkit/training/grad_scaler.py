@@ -36,7 +36,7 @@ class _Lost(enum.Enum):
 
 
 def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients of an optimizer's parameters, sparse half-precision ones coalesced in place."""
+    """Returns the gradients of an optimizer's parameters, sparse half-precision ones coalesced in place."""
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -337,7 +337,7 @@ def _of_owners(optimizer: Tree) -> tuple[Callable[[], Sequence[torch.Tensor]], P
 
 
 def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients that this rank's step reads, and the other gradients of the optimizer's parameters."""
+    """Returns the gradients that this rank's step reads, and the other gradients of the optimizer's parameters."""
     owners = _of_owners(optimizer)
     if owners is None:
         return _param_gradients(optimizer), []

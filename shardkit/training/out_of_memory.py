@@ -429,7 +429,7 @@ class SkipOutOfMemory:
 
     # ------------------------------------------------------------ together
     def _tell(self, ran_out: bool) -> bool:
-        """Each rank learns of one that ran out, if any did, and whether any has changed parameters (collective)."""
+        """Tells each rank of one that ran out, if any did, and whether any has changed parameters (collective)."""
         group = self._groups[0]
         mine = self._global_rank() if ran_out else _NOBODY
         said = torch.tensor([mine, int(self._has_stepped())], device=group.backend.device())

@@ -29,6 +29,7 @@ from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import refuse_other
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import BackwardState
 from ..types import Args, Kwargs, Tree
 
@@ -180,7 +181,7 @@ class uneven:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = model = getattr(model, "_orig_mod", model)  # of torch.compile's
         self._by = _follower_for(model)
         self._total, self._weight = 0.0, 1.0
         self._kept_local = self._is_following = False
@@ -231,6 +232,7 @@ class uneven:
             self._by.reduce()
         self._finish(total)
 
+    @not_compiled
     def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A forward begins: other ranks are told."""
         if self._is_following:

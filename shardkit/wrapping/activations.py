@@ -68,7 +68,7 @@ def _set(name: str, value: Any = True) -> Iterator[None]:
 
 
 def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Within this block checkpointed modules run as plain ones."""
+    """Makes checkpointed modules run as plain ones within this block."""
     return _set("is_checkpointing_disabled")
 
 
@@ -233,7 +233,7 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if not torch.autograd._is_checkpoint_valid():
             raise LifecycleError(
-                "a checkpointed module computes its gradients within backward(); torch.autograd.grad() and "
+                "a checkpointed call computes its gradients within backward(); torch.autograd.grad() and "
                 "backward(inputs=...) can't reach through it. Call backward(), or run the forward within "
                 "disable_checkpointing()"
             )
@@ -373,7 +373,7 @@ class _Packed(NamedTuple):
 
 
 def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with slots in place of tensors, which go into the list; within containers and dataclasses."""
+    """Returns the value with slots in place of tensors, which go into the list; within containers and dataclasses."""
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -387,7 +387,7 @@ def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The reverse of :func:`take_tensors`."""
+    """Reverses :func:`take_tensors`."""
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, _Slot):
@@ -400,7 +400,7 @@ def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
-    """A dataclass with the function applied to its fields; other objects as they are."""
+    """Returns a dataclass with the function applied to its fields; other objects as they are."""
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     made = copy.copy(leaf)

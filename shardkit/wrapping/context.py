@@ -57,7 +57,7 @@ _context: ContextVar[WrapContext | None] = ContextVar("shardkit.wrapping", defau
 
 
 def current_context() -> WrapContext | None:
-    """The enclosing ``enable_wrap`` block's settings in this thread, or None."""
+    """Returns the enclosing ``enable_wrap`` block's settings in this thread, or None."""
     return _context.get()
 
 

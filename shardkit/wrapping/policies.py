@@ -127,7 +127,7 @@ class AdaptedPolicy(Protocol):
         ...
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
-        """The wrapper's arguments that the policy itself sets, or None if ``module`` is not to be wrapped."""
+        """Returns the wrapper's arguments that the policy itself sets, or None if ``module`` is not to be wrapped."""
         ...
 
 
@@ -171,7 +171,7 @@ class _PlannedPolicy:
 
 
 def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
-    """The keywords that a callable accepts, and whether it accepts any."""
+    """Returns the keywords that a callable accepts, and whether it accepts any."""
     try:
         parameters = inspect.signature(policy).parameters.values()
     except (TypeError, ValueError):  # no signature to read (C code): it gets fairscale's four

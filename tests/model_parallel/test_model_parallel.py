@@ -9,6 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -546,7 +547,8 @@ def _checkpoint(rank: int) -> None:
 
         results = []
         x = torch.randn(4, 8)
-        for call in (function, lambda *a: mp.checkpoint(function, *a)):
+        checkpointed = partial(mp.checkpoint, function)
+        for call in (function, checkpointed, partial(mp.checkpoint, checkpointed)):
             torch.manual_seed(1)
             mp.model_parallel_cuda_manual_seed(5)
             inputs = x.clone().requires_grad_()
@@ -558,8 +560,8 @@ def _checkpoint(rank: int) -> None:
             grads = [p.grad.clone() for m in (up, down) for p in m.parameters()]
             up.zero_grad(), down.zero_grad()
             results.append([y.detach(), inputs.grad, after, inside, torch.rand(1), *grads])
-        assert calls == [True, False, True]
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert calls == [True, False, True, False, False, True]
+        assert all(torch.equal(a, same) for a, *others in zip(*results, strict=True) for same in others)
         # only parameters have gradients
         mp.checkpoint(function, x, 0.0)[0].sum().backward()
         assert up.weight.grad is not None

@@ -98,7 +98,7 @@ class Run:
                 if any(True for _ in m.parameters()) and not isinstance(m, nn.ModuleList) and family != "tied"
             ]
             for m in whole if strategy != "rows" else ():
-                fully_shard(m, reduce=reduce)
+                fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors")
             fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors")
         if strategy == "whole":
             self.optimizer = WholeParameters(self.model, torch.optim.Muon, lr=0.02)

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import (
+    FSDP,
+    OSS,
+    Change,
+    ReshardPolicy,
+    SentWeights,
+    ShardedDDP,
+    fully_shard,
+    sharding_of,
+    uneven,
+)
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.border.strategies import batch, make_model, wrapped
@@ -173,3 +183,26 @@ def _released(rank: int, world_size: int) -> None:
 
 def test_released_parameters_are_not_read() -> None:
     rank_pool(2, "xla").run(_released, 2)
+
+
+def _leaves(rank: int, world_size: int) -> None:
+    run, sent = Run(rank, world_size, "in_place"), SentWeights()
+    received = {n: torch.zeros_like(v) for n, v in run.plain.state_dict().items()}
+    for step in range(2):
+        run.backward(step)
+        run.step()
+        whole = {n: v.cpu() for n, v in sharding_of(run.model).export(on=0)}
+        for name, change in sharding_of(run.model).export(on=0, since=sent):
+            assert isinstance(change, Change)
+            change.apply(received[name])
+        if rank == 0:
+            torch.testing.assert_close(whole, dict(run.plain.state_dict()), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(received, whole, rtol=0, atol=0)
+    with pytest.raises(ConfigurationError, match="pad those that have fewer"):
+        uneven(run.model)
+    with pytest.raises(ConfigurationError, match="frozen='keep'"):
+        fully_shard(nn.Linear(2, 2).to(run.backend.device()), reshard=ReshardPolicy(frozen="keep"))
+
+
+def test_weights_leave_and_what_is_refused() -> None:
+    rank_pool(2, "xla").run(_leaves, 2)

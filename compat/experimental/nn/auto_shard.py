@@ -24,7 +24,7 @@ class _ExtendedLeafTracer(torch.fx.Tracer):
 
 
 def _trace(model: nn.Module) -> torch.fx.Graph:
-    """The model's graph; modules that can't be traced (control flow on values) stay whole."""
+    """Returns the model's graph; modules that can't be traced (control flow on values) stay whole."""
     leaves: set[nn.Module] = set()
     # from the inside out: a module that contains one that can't be traced may be traced itself then
     for module in reversed(list(model.modules())):

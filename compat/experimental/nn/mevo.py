@@ -45,7 +45,7 @@ def _rows(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _tile(n: int, factor: int) -> int:
-    """The power of two next above n / factor, at most n: fairscale's size of tiles."""
+    """Returns the power of two next above n / factor, at most n: fairscale's size of tiles."""
     return min(1 << max(n // max(factor, 1) - 1, 0).bit_length(), max(n, 1))
 
 

@@ -222,7 +222,7 @@ class OffloadModel(nn.Module):
         self._num_microbatches = num_microbatches
 
     def forward(self, *inputs: Tree, **_: object) -> Tree:
-        """The model's output, on the device; one tensor or a tuple."""
+        """Returns the model's output, on the device; one tensor or a tuple."""
         anchor = torch.empty(0, device=self.device, requires_grad=torch.is_grad_enabled())
         values: Sequence[Tree] = [x.to(self.device) if isinstance(x, torch.Tensor) else x for x in inputs]
         for index, shard in enumerate(self.model_slices):
@@ -231,7 +231,7 @@ class OffloadModel(nn.Module):
         return values[0] if len(values) == 1 else tuple(values)
 
     def _border(self, index: int, anchor: torch.Tensor, values: Sequence[Tree]) -> list[Tree]:
-        """The values behind a slice; tensors among them went over the border."""
+        """Returns the values behind a slice; tensors among them went over the border."""
         tensors = iter(
             ShardSyncLayer.apply(self, index, anchor, *(v for v in values if isinstance(v, torch.Tensor)))
         )

@@ -159,7 +159,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
             )
 
     def _group(self, input: torch.Tensor) -> Group | None:
-        """The ranks to share statistics with; None: there are no others."""
+        """Returns the ranks to share statistics with; None: there are no others."""
         backend = backend_for([input])
         try:
             group = backend.group(self._process_group)

@@ -57,7 +57,7 @@ class DynamicLossScaler:
         self._states: dict[int, OptState] = {}
 
     def scale(self, outputs: Tree) -> Tree:
-        """A tensor times the scale; also tensors in lists and tuples."""
+        """Returns a tensor times the scale; also tensors in lists and tuples."""
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(o) for o in outputs)
         return self.loss_scale * outputs
@@ -105,7 +105,7 @@ class DynamicLossScaler:
         return optimizer.step(*args, **kwargs)
 
     def _fall(self) -> None:
-        """An overflow: lowers the scale where there were enough of them."""
+        """Notes an overflow: lowers the scale where there were enough of them."""
         before = self.loss_scale
         since = self._iter - self._last_rescale_iter
         self._last_overflow_iter = self._iter
@@ -132,7 +132,7 @@ class DynamicLossScaler:
         self._states.clear()
 
     def state_dict(self) -> dict[str, float]:
-        """The scale."""
+        """Returns the scale."""
         return {"loss_scale": self.loss_scale}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:

@@ -52,7 +52,7 @@ class TraceForwardEvent(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> TraceForwardEvent:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         return cls(**serialized)
 
 
@@ -67,7 +67,7 @@ class TraceBackwardEvent(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> TraceBackwardEvent:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         return cls(**serialized)
 
 
@@ -98,7 +98,7 @@ class LayerMemoryTrace(NamedTuple):
 
     @classmethod
     def from_dict(cls, serialized: SavedState) -> LayerMemoryTrace:
-        """The reverse of :meth:`to_dict`."""
+        """Reverses :meth:`to_dict`."""
         event = TraceForwardEvent if serialized["is_forward"] else TraceBackwardEvent
         return cls(**{**serialized, "event": event.from_dict(serialized["event"])})
 
@@ -235,7 +235,7 @@ def _plot(
 
 
 def matplotlib_figure_to_image(fig: Any) -> Any:
-    """A Pillow image (RGB) of a figure."""
+    """Returns a Pillow image (RGB) of a figure."""
     fig.savefig(buffer := io.BytesIO())
     buffer.seek(0)
     return importlib.import_module("PIL.Image").open(buffer).convert("RGB")
@@ -396,7 +396,7 @@ class LayerwiseMemoryTracker:
         )
 
     def top_forward_activation_producers(self, top: int = 10) -> list[LayerMemoryTrace]:
-        """The forwards with the largest outputs."""
+        """Returns the forwards with the largest outputs."""
         return sorted(self.forward_traces, key=lambda t: t.event.memory_activations, reverse=True)[:top]
 
     def show_plots(self, figsize: tuple[int, int] = (16, 20), capture: bool = False) -> Any:
@@ -411,7 +411,7 @@ class LayerwiseMemoryTracker:
 
     @classmethod
     def load(cls, path: str) -> LayerwiseMemoryTracker:
-        """A tracker with the traces of a file.
+        """Returns a tracker with the traces of a file.
 
         Raises:
             DamagedFileError: they are not what was written. Files without a checksum, fairscale's, can't be compared.

@@ -10,7 +10,7 @@ _Matrix = list[list[float]]
 
 
 def _mean(rows: _Matrix) -> list[float]:
-    """The mean gradient, as fp32 has it."""
+    """Returns the mean gradient, as fp32 has it."""
     return torch.tensor(rows).mean(0).tolist()  # type: ignore[no-any-return]
 
 

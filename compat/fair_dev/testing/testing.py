@@ -84,7 +84,7 @@ def skip_a_test_if_in_CI() -> None:
 
 @contextlib.contextmanager
 def in_temporary_directory() -> Iterator[str]:
-    """A temporary directory as working directory; deleted afterwards."""
+    """Makes a temporary directory the working directory; deleted afterwards."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
@@ -180,7 +180,7 @@ def check_same_models_across_ranks(
 
 
 def state_dict_norm(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The sum of the norms of a state dict's tensors, [1]."""
+    """Returns the sum of the norms of a state dict's tensors, [1]."""
     return torch.stack([v.float().norm() for v in state.values()]).sum().reshape(1)
 
 
@@ -494,7 +494,7 @@ class DeviceAndTypeCheckModule(nn.Module):
             raise AssertionError(f"{key} is {found}, expected {expected}")
 
     def forward(self, *input: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        """A number, from input [B, 5]."""
+        """Returns a number, from input [B, 5]."""
         (x, *_), weight = input, self.linear.weight
         self._check("input.dtype", x.dtype, self.expected_input_dtype)
         self._check("input.device", x.device, self.expected_input_device)

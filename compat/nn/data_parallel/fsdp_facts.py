@@ -191,7 +191,7 @@ class FairscaleFacts(Door):
         return len(self._state.flats) if self.flatten_parameters else 0
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters; those of other wrappers that it uses are theirs."""
+        """Returns this wrapper's own parameters; those of other wrappers that it uses are theirs."""
         return self.params
 
     def append_shared_param(self, p: nn.Parameter) -> None:

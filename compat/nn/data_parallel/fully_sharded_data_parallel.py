@@ -172,7 +172,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         return float(predivide_factor(world_size))
 
     def reset_parameters(self) -> object:
-        """The wrapped module's, with full parameters.
+        """Calls the wrapped module's, with full parameters.
 
         Raises:
             ConfigurationError: without ``allow_reset_parameters``.
@@ -255,7 +255,7 @@ def p_assert(cond: object, s: object) -> None:
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """All FSDP modules in a module, itself included, the outermost first.
+    """Returns all FSDP modules in a module, itself included, the outermost first.
 
     Args:
         skip_empty: leave out those without parameters of their own.

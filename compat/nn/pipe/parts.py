@@ -50,7 +50,7 @@ class Checkpointing:
         self.batch = batch
 
     def checkpoint(self) -> Batch:
-        """The function's result, whose activations backward computes again."""
+        """Returns the function's result, whose activations backward computes again."""
         # What parameters the function uses is not known: those of a module are, others as if there were some.
         near = self.function if isinstance(self.function, nn.Module) else _UNKNOWN
         value = call_checkpointed(self.function, (self.batch.value,), {}, near=near)
@@ -69,7 +69,7 @@ Module = nn.Module
 
 
 def recommend_auto_balance(message: str) -> str:
-    """The message, and how to have the numbers of layers found."""
+    """Returns the message, and how to have the numbers of layers found."""
     return message + partition.ADVICE
 
 
@@ -162,19 +162,19 @@ def balance_by_size(
 # tensor. ``x, phony = fork(x)`` and later ``y = join(y, phony)``: backward finishes with y before it comes to x.
 @functools.cache
 def get_phony(device: torch.device, *, requires_grad: bool) -> torch.Tensor:
-    """An empty tensor, shape [0], which costs no memory; the same one for the same arguments."""
+    """Returns an empty tensor, shape [0], which costs no memory; the same one for the same arguments."""
     return torch.empty(0, device=device, requires_grad=requires_grad)
 
 
 def fork(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input, and a phony that comes from the same place of autograd's graph."""
+    """Returns the input, and a phony that comes from the same place of autograd's graph."""
     if torch.is_grad_enabled() and input.requires_grad:
         return Fork.apply(input)  # type: ignore[no-any-return, no-untyped-call]
     return input, get_phony(input.device, requires_grad=False)
 
 
 def join(input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
-    """The input, whose backward comes before that of the phony's origin."""
+    """Returns the input, whose backward comes before that of the phony's origin."""
     if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
         return Join.apply(input, phony)  # type: ignore[no-any-return, no-untyped-call]
     return input
@@ -214,17 +214,17 @@ AbstractStream = torch.Stream | CPUStreamType
 
 
 def new_stream(device: torch.device) -> AbstractStream:
-    """A new stream of a device; the host's is always the same."""
+    """Returns a new stream of a device; the host's is always the same."""
     return CPUStream if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 def current_stream(device: torch.device) -> AbstractStream:
-    """The stream on which work for that device is issued."""
+    """Returns the stream on which work for that device is issued."""
     return CPUStream if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
 def default_stream(device: torch.device) -> AbstractStream:
-    """The stream on which work is issued where nobody chose another."""
+    """Returns the stream on which work is issued where nobody chose another."""
     return CPUStream if device.type == "cpu" else torch.get_device_module(device).default_stream(device)
 
 
@@ -246,7 +246,7 @@ def use_stream(stream: AbstractStream | None) -> Generator[None]:
 
 
 def get_device(stream: AbstractStream) -> torch.device:
-    """The device that a stream belongs to."""
+    """Returns the device that a stream belongs to."""
     return as_cuda(stream).device if is_cuda(stream) else torch.device("cpu")
 
 
@@ -272,5 +272,5 @@ def is_cuda(stream: AbstractStream | None) -> bool:
 
 
 def as_cuda(stream: AbstractStream) -> torch.Stream:
-    """The same stream, for type checkers: a device's."""
+    """Returns the same stream, for type checkers: a device's."""
     return cast("torch.Stream", stream)

@@ -65,14 +65,14 @@ class Shard:
         return shard_name(self.original)
 
     def saved(self, shard: torch.Tensor) -> torch.Tensor:
-        """A shard [S] in the shape that is saved."""
+        """Returns a shard [S] in the shape that is saved."""
         shard = shard.reshape(-1)
         if shard.numel() < self.numel:
             shard = torch.cat([shard, shard.new_zeros(self.numel - shard.numel())])
         return shard if self.rows is None else shard.view(-1, *self.rows)
 
     def loaded(self, saved: torch.Tensor) -> torch.Tensor:
-        """The reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
+        """Does the reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
         now = self.flat.param
         if saved.numel() == self.numel and saved.numel() >= now.numel():
             return saved.reshape(-1)[: now.numel()].view(now.shape)
@@ -159,7 +159,7 @@ class ShardHolder(Door):
     def _shard_state_dict(
         self, destination: Entries | None = None, prefix: str = "", keep_vars: bool = False
     ) -> Entries:
-        """This rank's shards, and all buffers; arguments as of ``nn.Module.state_dict``."""
+        """Returns this rank's shards, and all buffers; arguments as of ``nn.Module.state_dict``."""
         if destination is None:
             destination = _entries()
         found = _entries()

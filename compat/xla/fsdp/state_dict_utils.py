@@ -78,7 +78,7 @@ class ShardCheckpoint(TypedDict):
 def consolidate_sharded_state_dicts(
     state_dict_list: Sequence[Tensors], shard_metadata: ShardMetadata
 ) -> OrderedDict[str, torch.Tensor]:
-    """The full state dict of the module that was wrapped.
+    """Returns the full state dict of the module that was wrapped.
 
     Args:
         state_dict_list: ``model.state_dict()`` of each rank, in rank order.

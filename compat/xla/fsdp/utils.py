@@ -46,7 +46,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
 
 
 def _positional(function: AnyCallable, keywords: tuple[str, ...]) -> AnyCallable:
-    """The function with these keyword arguments at the end of its positional ones."""
+    """Returns the function with these keyword arguments at the end of its positional ones."""
     if not keywords:
         return function
 

@@ -200,7 +200,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
         return self._shard_metadata()
 
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """This rank's shards, and all buffers."""
+        """Returns this rank's shards, and all buffers."""
         return self._shard_state_dict(*args, **kwargs)
 
     # ------------------------------------------------------------ steps

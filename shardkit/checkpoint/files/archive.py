@@ -144,15 +144,15 @@ class Legacy:
         return read(self.pickle(), {}, nothing, nothing)
 
     def pickle(self) -> IO[bytes]:
-        """The object's pickle, which comes next."""
+        """Returns the object's pickle, which comes next."""
         return cast(IO[bytes], self._map)  # it has what a file has
 
     def expect(self, key: str, size: int, itemsize: int) -> None:
-        """A storage that the pickle names: its bytes, and those of an element."""
+        """Notes a storage that the pickle names: its bytes, and those of an element."""
         self._expected[key] = (size, itemsize)
 
     def missing(self, after: int) -> list[tuple[str, str]]:
-        """The storages that are not there, or of another size; they stand behind the object's pickle."""
+        """Returns the storages that are not there, or of another size; they stand behind the object's pickle."""
         self._map.seek(after)
         try:
             keys = self._plain()

@@ -74,7 +74,7 @@ class PickleHandle:
 
 
 def named_globals(source: IO[bytes]) -> set[str]:
-    """All that a pickle names, without interpreting it."""
+    """Returns all that a pickle names, without interpreting it."""
     names = set()
     for opcode, argument, _ in pickletools.genops(source):
         if opcode.name in ("GLOBAL", "INST"):
@@ -90,7 +90,7 @@ def read(
     storage: Callable[[tuple[object, ...]], Data],
     build: Callable[[object, object], None],
 ) -> Data:
-    """The object of one pickle. ``source`` stands behind its end afterwards.
+    """Returns the object of one pickle. ``source`` stands behind its end afterwards.
 
     Args:
         names: what names in the file (``module.name``) are: a :class:`Function`, a :class:`PickleHandle`, or a value.

@@ -102,7 +102,7 @@ class _Reading:
         self._start = 0  # of the pickle
 
     def result(self) -> Data:
-        """The object."""
+        """Returns the object."""
         if self._size == 0:
             raise Damage("it is empty")
         if self._file.read(len(LOCAL)) != LOCAL:
@@ -160,7 +160,7 @@ class _Reading:
     def _device_tensor(
         self, tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool
     ) -> torch.Tensor:
-        """A tensor of a device that has no storages (XLA), which was saved as one of the CPU."""
+        """Returns a tensor of a device that has no storages (XLA), which was saved as one of the CPU."""
         target = self._device or torch.device(device)
         return whole(tensor).to(dtype=dtype, device=target).requires_grad_(requires_grad)
 
@@ -228,7 +228,7 @@ PREFIX = "module."
 
 
 def without_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
-    """The state dict of the module inside: every key without the prefix; unchanged if some key hasn't got it.
+    """Returns the state dict of the module inside: every key without the prefix; unchanged if some key hasn't got it.
 
     Only the beginning of a key counts: ``head.module.weight`` keeps its name.
     """
@@ -238,7 +238,7 @@ def without_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
 
 
 def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
-    """The state dict of a wrapper: every key with the prefix; unchanged if all keys have it."""
+    """Returns the state dict of a wrapper: every key with the prefix; unchanged if all keys have it."""
     if state and all(key.startswith(prefix) for key in state):
         return _renamed(state, lambda key: key)
     return _renamed(state, lambda key: prefix + key)

@@ -225,7 +225,7 @@ def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Data:
 
 
 def _array(kind: Data, shape: Data, code: Data) -> Data:
-    """The empty array whose shape and values :func:`build` sets."""
+    """Returns the empty array whose shape and values :func:`build` sets."""
     import numpy as np
 
     if kind != _Class("ndarray"):
@@ -301,7 +301,7 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
 
 
 def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
-    """All that a file may name.
+    """Returns all that a file may name.
 
     Args:
         device_tensor: from a CPU tensor, a dtype, a device and requires_grad makes a tensor of a device that has no

@@ -152,7 +152,7 @@ def is_alive(process: str, wrote: float | None = None) -> bool:
 
 
 def _began(process: str) -> float | None:
-    """When a process began, in seconds since 1970; None where the system does not tell."""
+    """Returns when a process began, in seconds since 1970; None where the system does not tell."""
     with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
         with open(f"/proc/{process}/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

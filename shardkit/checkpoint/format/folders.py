@@ -62,12 +62,12 @@ def steps_in(folder: str | os.PathLike[str]) -> list[StepFolder]:
 
 
 def complete(folder: str | os.PathLike[str]) -> dict[int, str]:
-    """The complete checkpoints in a folder, by step in ascending order."""
+    """Returns the complete checkpoints in a folder, by step in ascending order."""
     return {step: path for step, path, is_complete in steps_in(folder) if is_complete}
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the complete checkpoint with the highest step in a folder; None if there is none.
+    """Returns the path of the complete checkpoint with the highest step in a folder; None if there is none.
 
     What is being written, or was when a process died, is never it. ``restore_training`` takes the folder itself, too.
     """
@@ -75,7 +75,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def begin(folder: str, step: int) -> str:
-    """A temporary folder for a step's files."""
+    """Returns a temporary folder for a step's files."""
     os.makedirs(folder, exist_ok=True)
     others = _clear(folder)
     if step_name(step) in others:
@@ -206,7 +206,7 @@ def is_there(path: str) -> bool:
 
 
 def last_change(path: str) -> float:
-    """When something in a folder was last written, in seconds since 1970; 0 if it is not there."""
+    """Returns when something in a folder was last written, in seconds since 1970; 0 if it is not there."""
     times = [0.0]
     with contextlib.suppress(OSError):
         times.append(os.stat(path).st_mtime)
@@ -217,7 +217,7 @@ def last_change(path: str) -> float:
 
 
 def chosen(path: str | os.PathLike[str]) -> str:
-    """The checkpoint that a path means: itself, or the latest of those in it."""
+    """Returns the checkpoint that a path means: itself, or the latest of those in it."""
     folder = os.path.realpath(path)
     if os.path.isfile(os.path.join(folder, NAME)):
         return folder
@@ -232,7 +232,7 @@ def chosen(path: str | os.PathLike[str]) -> str:
 
 
 def run_of(folder: str) -> str:
-    """The name of the training that a folder's checkpoints are of; a new one for a folder without any."""
+    """Returns the name of the training that a folder's checkpoints are of; a new one for a folder without any."""
     newest = latest(folder)
     if newest is not None:
         with contextlib.suppress(Exception):

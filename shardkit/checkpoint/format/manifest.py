@@ -34,12 +34,12 @@ class Hasher(Protocol):
 
 
 def best_hash() -> str:
-    """The quickest one that this environment has; the slower one is in every Python."""
+    """Returns the quickest one that this environment has; the slower one is in every Python."""
     return XXH3 if importlib.util.find_spec("xxhash") is not None else SHA256
 
 
 def new_hasher(name: str) -> Hasher:
-    """A hash that has seen nothing yet."""
+    """Returns a hash that has seen nothing yet."""
     if name == SHA256:
         return hashlib.sha256()
     if name != XXH3:
@@ -149,7 +149,7 @@ def versions_here() -> dict[str, str]:
 
 
 def now() -> str:
-    """The time, as a manifest has it."""
+    """Returns the time, as a manifest has it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 

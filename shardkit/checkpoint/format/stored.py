@@ -75,7 +75,7 @@ class StoredCheckpoint:
 
     # ------------------------------------------------------------ reading
     def object(self, name: str) -> Tree:
-        """An object, on the CPU."""
+        """Returns an object, on the CPU."""
         record = self.objects[name]
         self.refuse_damage([record])
         return read_object(f"{self.folder}: {name}", self.read(record))
@@ -92,6 +92,6 @@ class StoredCheckpoint:
             return file.read(record.length)
 
     def under(self, *path: str) -> dict[Path, str]:
-        """Names of everything below a path, by the rest of their paths."""
+        """Returns names of everything below a path, by the rest of their paths."""
         count = len(path)
         return {p[count:]: name for name, p in self.paths.items() if p[:count] == path}

@@ -287,7 +287,7 @@ def _check_replaceable(path: str, how: Conversion) -> None:
 
 # ------------------------------------------------------------ what is written
 def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> StateDict:
-    """The tree for a target: the model alone or all, with other dtypes, names and numbers."""
+    """Returns the tree for a target: the model alone or all, with other dtypes, names and numbers."""
     inside = len(checkpoint.model_path)
 
     def cast(path: tuple[object, ...], value: Tree) -> Tree:

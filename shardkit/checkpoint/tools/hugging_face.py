@@ -31,7 +31,7 @@ DTYPES = {
 
 
 def weight_files(path: str) -> list[str]:
-    """The files with weights of a folder (or the one file that is passed); none: it is no such folder."""
+    """Returns the files with weights of a folder (or the one file that is passed); none: it is no such folder."""
     if os.path.isfile(path):
         return [path] if path.endswith(".safetensors") else []
     for index in (INDEX, _OLD_INDEX):
@@ -43,7 +43,7 @@ def weight_files(path: str) -> list[str]:
 
 
 def _index(path: str) -> tuple[dict[str, str], dict[str, object]]:
-    """The file of each name, and what is noted beside."""
+    """Returns the file of each name, and what is noted beside."""
     with open(path, encoding="utf-8") as file:
         try:
             found = json.load(file)
@@ -246,7 +246,7 @@ def _libraries():  # type: ignore[no-untyped-def]
 
 
 def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names with the first."""
+    """Returns each tensor under its first name, and the other names with the first."""
     kept: dict[str, StoredTensor] = {}
     shared: dict[str, str] = {}
     first: dict[object, str] = {}

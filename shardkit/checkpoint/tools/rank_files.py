@@ -37,7 +37,7 @@ def shard_name(original: str) -> str:
 
 
 def in_state_dict(path: str) -> str:
-    """A path of a module or parameter as state dicts write it."""
+    """Returns a path of a module or parameter as state dicts write it."""
     return path.replace("_fpw_module.", "")
 
 
@@ -67,7 +67,7 @@ class SavedParameter(NamedTuple):
 
 
 def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParameter]:
-    """All that torch_xla's state dicts with these keys hold, by their shard_metadata."""
+    """Yields all that torch_xla's state dicts with these keys hold, by their shard_metadata."""
     for key in keys:
         wrapper, shard = split_shard_name(key)
         if shard is None:  # buffers are rank 0's
@@ -104,7 +104,7 @@ def _metadata_in(tree: object) -> SavedState | None:
 
 
 def _weights_in(tree: SavedState, path: str) -> StateDict:
-    """The shards, under whichever key a program put them."""
+    """Returns the shards, under whichever key a program put them."""
     held = [
         v
         for v in tree.values()
@@ -224,7 +224,7 @@ def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 
 def _share(found: StateDict, source: str, target: str) -> None:
-    """A tied weight under its other name."""
+    """Puts a tied weight under its other name, too."""
     if source in found:
         if found[source].identity is None:
             found[source] = replace(found[source], identity=("shared", source))
@@ -331,7 +331,7 @@ def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
 
 
 def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedModel) -> None:
-    """All files side by side: a tensor is read once."""
+    """Writes all files side by side: a tensor is read once."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(os.path.join(folder, name), "wb")) for name in names]
         writers = [

@@ -18,7 +18,7 @@ from .verifying import Verified
 
 
 def steps(folder: str) -> list[StateDict]:
-    """A row for each step of a folder, or for the checkpoint that the path is."""
+    """Returns a row for each step of a folder, or for the checkpoint that the path is."""
     if not os.path.isdir(folder) or not (steps_in(folder) or unfinished(folder)):
         checkpoint = open_checkpoint(folder)
         return [_row(checkpoint.path, checkpoint.kind, dict(checkpoint.facts))]
@@ -44,7 +44,7 @@ def steps(folder: str) -> list[StateDict]:
 
 
 def unfinished(folder: str) -> list[StateDict]:
-    """A row for each step that is being written, or was when its job was killed."""
+    """Returns a row for each step that is being written, or was when its job was killed."""
     rows = []
     for entry in sorted(os.listdir(folder)):
         match = TEMPORARY.fullmatch(entry)

@@ -163,7 +163,7 @@ def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
-    """A tensor that was read already."""
+    """Returns a tensor that was read already."""
     identity = None
     if value.numel() > 0:
         identity = ("memory", value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
@@ -309,13 +309,13 @@ class Checkpoint:
         return None
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """All tensors, under dotted names."""
+        """Yields all tensors, under dotted names."""
         for path, value in leaves(self.tree):
             if isinstance(value, StoredTensor):
                 yield dotted(path), value
 
     def values(self) -> Iterator[tuple[str, object]]:
-        """All that is no tensor."""
+        """Yields all that is no tensor."""
         for path, value in leaves(self.tree):
             if not isinstance(value, StoredTensor):
                 yield dotted(path), value

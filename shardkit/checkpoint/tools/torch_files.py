@@ -171,7 +171,7 @@ class Contents:
 
 
 def held(path: Path, value: Tree) -> Tree:
-    """A dense tensor that is in memory as a stored one."""
+    """Returns a dense tensor that is in memory as a stored one."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         return in_memory(dotted(path), value)
     return value

@@ -125,7 +125,7 @@ def _of_dcp(folder: str) -> Verified:
 
 
 def _compare(folder: str, record: Record) -> None:
-    """All that is in the zip that torch.save wrote; nothing of it is interpreted."""
+    """Compares all that is in the zip that torch.save wrote; nothing of it is interpreted."""
     with open(os.path.join(folder, record.file), "rb") as file:
         try:
             archive = zipfile.ZipFile(cast(BinaryIO, View(file, record.offset, record.length)))

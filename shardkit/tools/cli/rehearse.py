@@ -2,6 +2,7 @@
 
 shardkit rehearse --ranks 64 --steps 2 train.py --epochs 3
 shardkit rehearse --ranks 4 -m package.train
+shardkit rehearse --ranks 1,2,3 --steps 5 --bits train.py
 
 The script stays as it is: torch.distributed, and libraries on top of it, work between the ranks. The report says where
 each rank would wait for ever, whose data ends early, and what memory and traffic a rank has. Status 1 where ranks can't
@@ -18,7 +19,7 @@ from shardkit.errors import BackendError, ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=4, help="how many (default: 4)")
+    parser.add_argument("--ranks", default="4", help="how many (default: 4); with --bits several, as 1,2,3")
     parser.add_argument(
         "--steps",
         type=int,
@@ -37,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="runs it on one rank too, on the batches of all, for its losses",
     )
+    parser.add_argument(
+        "--bits",
+        action="store_true",
+        help="tells the first bit in which numbers of ranks differ (docs/SAME_BITS.md)",
+    )
     parser.add_argument("--timeout", type=float, help="seconds (default: no limit)")
     parser.add_argument("--json", action="store_true", help="prints data, not text")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
@@ -48,13 +54,18 @@ def run(options: argparse.Namespace) -> int:
     from shardkit.tools.rehearsal import rehearse
 
     try:
+        sizes = _numbers("--ranks", options.ranks)
+        if options.bits:
+            return _compare_bits(options, sizes)
+        if len(sizes) != 1:
+            raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
         report = rehearse(
             options.program,
-            options.ranks,
+            sizes[0],
             steps=options.steps,
             arguments=options.arguments,
             is_module=options.is_module,
-            show=_ranks(options.show, options.ranks),
+            show=_ranks(options.show, sizes[0]),
             memory=not options.no_memory,
             timeout=options.timeout,
             compare=options.compare,
@@ -67,10 +78,26 @@ def run(options: argparse.Namespace) -> int:
     return 0 if report.is_good else 1
 
 
+def _compare_bits(options: argparse.Namespace, sizes: list[int]) -> int:
+    from shardkit.tools.rehearsal.bits import rehearse_bits
+
+    report = rehearse_bits(
+        options.program, sizes, steps=options.steps, arguments=options.arguments, is_module=options.is_module,
+        timeout=options.timeout, cpu=options.cpu,
+    )  # fmt: skip
+    print(json.dumps({"good": report.is_good, "partings": report.partings}) if options.json else report)
+    return 0 if report.is_good else 1
+
+
 def _ranks(text: str, count: int) -> list[int]:
     if text in ("all", "none"):
         return list(range(count)) if text == "all" else []
+    return _numbers("--show", text)
+
+
+def _numbers(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigurationError(f'--show {text}: write ranks as 0,3, or "all" or "none"') from None
+        words = ', or "all" or "none"' if option == "--show" else ""
+        raise ConfigurationError(f"{option} {text}: write numbers as 0,3{words}") from None

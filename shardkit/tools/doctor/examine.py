@@ -222,7 +222,7 @@ class _Told:
 
 
 def examine(world_size: int | None) -> Examination | None:
-    """The report; None on ranks of a job other than 0.
+    """Returns the report; None on ranks of a job other than 0.
 
     Args:
         world_size: that limits have to do for; None: that of the job, or 8.
@@ -273,7 +273,7 @@ def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
 
 
 def _names(ids: list[tuple[str, ...]]) -> list[str]:
-    """A name for each rank's machine: its own, with a number where several have the same."""
+    """Returns a name for each rank's machine: its own, with a number where several have the same."""
     same: dict[str, list[tuple[str, ...]]] = {}
     for found in dict.fromkeys(ids):
         same.setdefault(found[0], []).append(found)

@@ -51,7 +51,7 @@ def _address(name: str) -> str:
 
 
 def own_name() -> tuple[str, str]:
-    """The machine's name, and the address that it stands for here ("": none)."""
+    """Returns the machine's name, and the address that it stands for here ("": none)."""
     name = socket.gethostname()
     try:
         return name, socket.gethostbyname(name)

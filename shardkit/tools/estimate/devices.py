@@ -167,7 +167,7 @@ class Times:
 
 
 def clocked(events: Iterable[Event], device: Device, ranks: int) -> Times:
-    """The last step of a tape; see [Note: the clock]."""
+    """Returns the last step of a tape; see [Note: the clock]."""
     now = free = exposed = busy = 0.0
     ends: dict[int, float] = {}  # of collectives, by number
     waited = {-1: 0.0}  # when computation went on after them

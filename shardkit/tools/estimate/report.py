@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None = None) -> str:
-    """A table, a line for each estimate; ``limit`` is what a device has, in bytes."""
+    """Returns a table, a line for each estimate; ``limit`` is what a device has, in bytes."""
     head = ("strategy", "ranks", "batch", "peak", *KINDS, "sent a step", "fits")
     rows = [
         (e.strategy, f"{e.ranks:,}", f"{e.batch:,}", in_bytes(e.peak), *[in_bytes(e.kinds[kind]) for kind in KINDS],
@@ -34,7 +34,7 @@ def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None
 
 
 def times_as_text(subject: Subject, estimates: Sequence[Estimate], device: Device) -> str:
-    """A table of times, a line for each schedule of each estimate."""
+    """Returns a table of times, a line for each schedule of each estimate."""
     what = "tokens" if subject.tokens else "samples"
     head = (
         "schedule",
@@ -138,7 +138,7 @@ def _over_a_step(axes: Axes, first: Estimate, limit: float | None) -> None:
 
 
 def _lines(axes: Axes, series: Mapping[str, Points]) -> None:
-    """A line for each; the first ones are wide, so that none that lies on them hides them."""
+    """Draws a line for each; the first ones are wide, so that none that lies on them hides them."""
     ours = iter(range(10))
     for k, ((name, points), marker) in enumerate(zip(series.items(), cycle(_MARKERS), strict=False)):
         ranks, values, parts = zip(*points, strict=True)

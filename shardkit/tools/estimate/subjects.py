@@ -61,7 +61,7 @@ class Subject:
     tokens: int = 0
 
     def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these."""
+        """Returns the optimizer of these."""
         kind, options = self.optimizer
         return kind(params, **options)
 
@@ -147,7 +147,7 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
 
 # ------------------------------------------------------------ subjects
 def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
-    """The same without values, with so many samples in the first dimension of each tensor."""
+    """Returns the same without values, with so many samples in the first dimension of each tensor."""
 
     def on_meta(value: Tree) -> Tree:
         if not isinstance(value, torch.Tensor):
@@ -161,7 +161,7 @@ def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
 
 
 def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
-    """A class of torch.optim with its defaults."""
+    """Returns a class of torch.optim with its defaults."""
     kind = getattr(torch.optim, name, None)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise ConfigurationError(f"torch.optim has no optimizer {name!r}")
@@ -198,7 +198,7 @@ def from_hugging_face(
     config: str | Path, optimizer: str | None = None, compute: torch.dtype | None = None,
     sequence: int = 2048, checkpointing: str | bool = False, reduce: torch.dtype | None = None,
 ) -> Subject:  # fmt: skip
-    """A language model by its ``config.json``; units are the blocks that transformers does not split.
+    """Returns a language model by its ``config.json``; units are the blocks that transformers does not split.
 
     Args:
         sequence: tokens of a sample.

@@ -110,13 +110,13 @@ class Tape:
         self.events.append(event)
 
     def collective(self, operation: str, nbytes: float, label: str) -> Work:
-        """A collective on so many bytes, of all ranks together, is issued."""
+        """Notes that a collective on so many bytes, of all ranks together, is issued."""
         self.add(Issue(self._issued, operation, nbytes, label))
         self._issued += 1
         return TapedWork(self, self._issued - 1)
 
     def operation(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, result: Tree) -> None:
-        """An operation of torch was run."""
+        """Notes that an operation of torch was run."""
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         before = {_key(t) for t in inputs}

@@ -47,7 +47,7 @@ class Migrated:
         return self.before != self.after
 
     def messages(self) -> Iterator[str]:
-        """A line for each thing to look at."""
+        """Yields a line for each thing to look at."""
         if self.error is not None:
             yield f"{self.path}: left alone: {self.error}"
         for note in self.notes:
@@ -93,7 +93,7 @@ class _NoFileError(OSError):
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file."""
+    """Returns the bytes of a regular file."""
     # Without waiting for whoever may write to a pipe; what is opened is looked at, not what had the name before.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     with open(handle, "rb") as file:

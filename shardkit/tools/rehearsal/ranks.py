@@ -86,7 +86,7 @@ _here = threading.local()
 
 
 def current() -> Rank | None:
-    """The rank that the calling thread belongs to."""
+    """Returns the rank that the calling thread belongs to."""
     return getattr(_here, "rank", None)
 
 

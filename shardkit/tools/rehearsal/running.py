@@ -30,7 +30,7 @@ from .report import Report
 from .surroundings import environment_of, libraries, surroundings
 from .torch_world import SharedStore, leave, torch_worlds
 from .waiting import noticing_stillness, waiting_elsewhere
-from .watching import EnoughSteps, Goal, RankMemory, WholeBatches, note_call, watching
+from .watching import AfterStep, EnoughSteps, Goal, RankMemory, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -47,6 +47,7 @@ def rehearse(
     timeout: float | None = None,
     compare: bool = False,
     cpu: bool | None = None,
+    after_step: AfterStep | None = None,
 ) -> Report:
     """Runs an unchanged script on simulated ranks: threads of this process that take turns.
 
@@ -61,6 +62,7 @@ def rehearse(
         memory: counts the bytes in tensors, which makes small operations slower.
         timeout: seconds; None: no limit.
         cpu: CUDA devices mean the CPU; None: where there is no CUDA.
+        after_step: is told the rank and its optimizer after each step.
         compare: runs it once more, on one rank that draws the batches of all of them together, for its losses.
 
     Returns:
@@ -76,7 +78,7 @@ def rehearse(
         raise ConfigurationError("a rehearsal runs already in this process; one at a time")
     program = RankFunction(target) if callable(target) else Program(os.fspath(target), is_module, arguments)
     on_host = not get_backend("cuda").is_available() if cpu is None else cpu
-    report = _Rehearsal(program, ranks, memory, on_host).run(steps, show, timeout)
+    report = _Rehearsal(program, ranks, memory, on_host).run(steps, show, timeout, after_step=after_step)
     if not compare or not report.is_good:
         return report
     whole = WholeBatches(report.ranks[0].loaders, ranks)
@@ -102,7 +104,9 @@ class _Rehearsal:
         show: Sequence[int],
         timeout: float | None,
         batches: WholeBatches | None = None,
+        after_step: AfterStep | None = None,
     ) -> Report:
+        goal = None if steps is None else Goal(steps, self._threads)
         failure: RankFailedError | None = None
         results: list[object] = []
         with ExitStack() as stack:
@@ -117,7 +121,7 @@ class _Rehearsal:
             stack.enter_context(waiting_elsewhere(self._threads))
             if self._on_host:
                 stack.enter_context(host_for_devices())
-            stack.enter_context(watching(None if steps is None else Goal(steps, self._threads), batches))
+            stack.enter_context(watching(goal, batches, after_step))
             for name in ("spawn", "start_processes"):
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))

@@ -192,7 +192,7 @@ def _handling(outside: Tree) -> Tree:
 
 
 def named_main(rank: Rank, file: str, package: str | None, spec: Tree) -> ModuleType:
-    """A new module ``__main__`` for the rank."""
+    """Returns a new module ``__main__`` for the rank."""
     module = ModuleType("__main__")
     module.__dict__.update(
         __file__=file,

@@ -29,6 +29,9 @@ class EnoughSteps(BaseException):
     """A rank has made as many steps as were asked for; no error, so that no ``except Exception`` keeps it."""
 
 
+AfterStep = Callable[[int, Optimizer], None]
+
+
 class _Nothing:
     """Makes shardkit's own hooks come before ours: what they undo after a step is undone when we end it."""
 
@@ -40,7 +43,7 @@ _NOTHING = _Nothing()
 
 
 class _Inside(threading.local):
-    """How many optimizers' steps this thread is inside of."""
+    """How many optimizers' steps, or backwards, this thread is inside of."""
 
     depth = 0
 
@@ -93,7 +96,9 @@ class WholeBatches:
 
 
 @contextlib.contextmanager
-def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator[None]:
+def watching(
+    goal: Goal | None, batches: WholeBatches | None = None, after_step: AfterStep | None = None
+) -> Iterator[None]:
     """Inside, :class:`RankRecord` of each rank is kept, and ranks end at the goal."""
     mine = _Inside()
 
@@ -108,6 +113,8 @@ def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator
         steps = rank.seen.by_optimizer.pop(id(optimizer), [])
         steps.append(rank.seen.pending)
         rank.seen.by_optimizer[id(optimizer)], rank.seen.pending = steps, []
+        if after_step is not None:
+            after_step(rank.number, optimizer)
         if goal is not None:
             goal.reached(rank, len(steps))
 
@@ -125,12 +132,18 @@ def watching(goal: Goal | None, batches: WholeBatches | None = None) -> Iterator
 
 
 def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
+    mine = _Inside()
+
     @functools.wraps(backward)
     def noting(loss: torch.Tensor, *args: object, **kwargs: object) -> None:
         rank = current()
-        if rank is not None and type(loss) is torch.Tensor and loss.numel() == 1:
+        if rank is not None and not mine.depth and type(loss) is torch.Tensor and loss.numel() == 1:
             rank.seen.pending.append(float(loss.detach()))
-        backward(loss, *args, **kwargs)
+        mine.depth += 1  # torch calls it again where a mode is around it
+        try:
+            backward(loss, *args, **kwargs)
+        finally:
+            mine.depth -= 1
 
     return noting
 

@@ -24,7 +24,7 @@ def _parts(rendezvous: str) -> tuple[str, int]:
 
 
 def own_address(rendezvous: str) -> str:
-    """The address of this machine from which the way leads to where machines meet."""
+    """Returns the address of this machine from which the way leads to where machines meet."""
     host, port = _parts(rendezvous)
     try:
         kind, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -82,5 +82,5 @@ def is_reachable(rendezvous: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address (IPv4); "" if unknown."""
+    """Returns the interface that has this address (IPv4); "" if unknown."""
     return next((name for name, facts in interfaces().items() if facts["address"] == address), "")

@@ -346,7 +346,7 @@ class Agent(LocalElasticAgent):
             time.sleep(_MOMENT)
 
     def _cause_elsewhere(self) -> FailureNotice | None:
-        """A failure on another machine that is no consequence of a third one's."""
+        """Returns a failure on another machine that is no consequence of a third one's."""
         told = self._heart.told() if self._heart is not None else []
         return told[0] if told and not told[0].is_consequence else None
 
@@ -534,7 +534,7 @@ class Heart:
         )
 
     def tell(self, failure: FailureNotice) -> None:
-        """The others, at once; returns when they can know it, or after a moment."""
+        """Tells the others, at once; returns when they can know it, or after a moment."""
         self._to_tell = failure
         self._was_told.clear()
         self._wake.set()

@@ -39,7 +39,7 @@ class Failure:
     fault: str = ""
 
     def _error(self) -> dict[str, str]:
-        """The exception, as the rank wrote it down; empty if it could not."""
+        """Returns the exception, as the rank wrote it down; empty if it could not."""
         try:
             message = json.loads(self.files.with_name(self.files.name + ".error.json").read_text())["message"]
             extra = message["extraInfo"]
@@ -117,7 +117,7 @@ def signal_name(number: int) -> str:
 
 
 def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> Failure:
-    """The earliest one that is no consequence of another's.
+    """Returns the earliest one that is no consequence of another's.
 
     Args:
         left: ranks that ended with status 0. Where those that failed have only lost another rank, it is one of these
@@ -130,7 +130,7 @@ def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> F
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file."""
+    """Returns the last lines of a file."""
     try:
         return path.read_text(errors="replace").splitlines()[-lines:]
     except OSError:

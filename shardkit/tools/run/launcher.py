@@ -102,7 +102,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """The exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to."""
+    """Returns the exit status: 0; 1 after a failure; 75 if the program has saved and ended because it was asked to."""
     name = options.name
     folder = RunFolder((options.runs / name).absolute())
     (folder.path / "command").write_text(options.command + "\n")
@@ -185,7 +185,7 @@ class _Running:
         return int(self._failed)
 
     def _work(self) -> None:
-        """The agent's thread."""
+        """Runs the agent's thread."""
         try:
             self._failed = self._agent.run().is_failed()
         except Exception as error:  # noqa: BLE001 - raised in the main thread

@@ -51,7 +51,7 @@ class News:
                     self._outputs.append((path.open("rb"), stream))
 
     def say(self, text: str) -> None:
-        """A line of the run's own."""
+        """Writes a line of the run's own."""
         with self._lock:
             self.show_outputs()
             self._clear()

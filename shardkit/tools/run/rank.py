@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """The kernel ends this process with the one that started it (Linux)."""
+    """Has the kernel end this process with the one that started it (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

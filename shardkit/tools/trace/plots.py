@@ -28,7 +28,7 @@ _SAME = {"update": "step", "backward.end": "end of backward", "clip": "step"}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty picture, in inches."""
+    """Returns an empty picture, in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

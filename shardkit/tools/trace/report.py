@@ -213,7 +213,7 @@ def _clock_errors(facts: Mapping[str, object]) -> list[float]:
 
 
 def _work(rank: RankTime, start: float, end: float) -> dict[StepPlace, float]:
-    """A rank's own work between two times, by place."""
+    """Returns a rank's own work between two times, by place."""
     found: dict[StepPlace, float] = defaultdict(float)
     first = bisect.bisect_left(rank.moments, start, key=lambda moment: moment.end)
     for moment in rank.moments[first:]:

@@ -85,7 +85,7 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
 
 
 def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
-    """The same for plain numbers; nan agrees with nan."""
+    """Does the same for plain numbers; nan agrees with nan."""
     same = len(got) == len(want) and all(
         math.isclose(a, b, rel_tol=max(tolerance.relative, 1e-12), abs_tol=tolerance.absolute)
         or (math.isnan(a) and math.isnan(b))
@@ -103,7 +103,7 @@ def check_named(
     tolerance: Tolerance,
     only_got: bool = False,
 ) -> None:
-    """The same for tensors by name, in ``got``'s order; None (no gradient, say) agrees with None only.
+    """Does the same for tensors by name, in ``got``'s order; None (no gradient, say) agrees with None only.
 
     Args:
         only_got: names that ``got`` lacks are not looked at (a rank reports its own part).
@@ -121,7 +121,7 @@ def check_named(
 
 
 def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None:
-    """The same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
+    """Does the same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
     if isinstance(want, dict):
         if not isinstance(got, dict) or set(got) != set(want):
             raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")

@@ -203,7 +203,7 @@ def _side(library: str, got: Trace, truth: Trace, tolerance: Tolerance) -> Side:
 
 
 def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
-    """The least precise floating-point type that takes part."""
+    """Returns the least precise floating-point type that takes part."""
     found = {t.dtype for t in truth[0].parameters.values() if t.is_floating_point()}
     if options.get("mixed_precision"):
         found.add(options.get("compute_dtype") or torch.float16)

@@ -48,23 +48,23 @@ class Experiment:
     seed: int = 0
 
     def build(self) -> nn.Module:
-        """The model with its start values."""
+        """Returns the model with its start values."""
         torch.manual_seed(self.seed)
         return self.model()
 
     def loss_of(self, model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        """The loss of a rank's batch, with dropout masks of its own."""
+        """Returns the loss of a rank's batch, with dropout masks of its own."""
         batch = self.batch(step, rank)
         torch.manual_seed((self.seed * 1009 + step) * 1009 + rank)
         return self.loss(model, batch)
 
     def optimizer_over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The plain optimizer."""
+        """Returns the plain optimizer."""
         return self.optimizer(parameters, **self.optimizer_options)  # type: ignore[arg-type]
 
 
 def target_of(factory: Callable[[], Experiment] | str) -> str:
-    """A factory's name, by which other processes find it."""
+    """Returns a factory's name, by which other processes find it."""
     if isinstance(factory, str):
         return factory
     return f"{factory.__module__}:{factory.__qualname__}"

@@ -163,7 +163,7 @@ class _FullySharded:
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU without the attributes that libraries put on tensors."""
+    """Returns a copy on the CPU without the attributes that libraries put on tensors."""
     return torch.empty_like(t, device="cpu").copy_(t.detach())
 
 

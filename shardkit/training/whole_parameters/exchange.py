@@ -50,7 +50,7 @@ class OwnedParameter:
         self.param = nn.Parameter(self._nothing, requires_grad=like.is_floating_point() or like.is_complex())
 
     def forget(self) -> None:
-        """The values lie on all ranks again."""
+        """Lets the values go, which lie on all ranks again."""
         self.param.grad = None
         self.param.data = self._nothing
 
@@ -87,7 +87,7 @@ class Bringing(ABC):
 
 
 def shard_of(part: Part) -> torch.Tensor:
-    """This rank's shard of the flat parameter that a parameter lies in, detached."""
+    """Returns this rank's shard of the flat parameter that a parameter lies in, detached."""
     if part.flat is None:
         raise LifecycleError(f"parameter {part.name!r} is not sharded, and can't travel")
     return part.flat.param.detach()
@@ -110,7 +110,7 @@ class Bundle:
 
 
 def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
-    """The rank that updates each item.
+    """Returns the rank that updates each item.
 
     The costliest are placed first. An item goes to the rank that has most of it, if that one does not get more than
     the mean and the :data:`ALLOWANCE`; else to the rank with the least so far. So no rank gets more than the mean, the
@@ -172,7 +172,7 @@ class TravelPlan:
 def plan_of(
     pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
 ) -> TravelPlan:
-    """The plan of one rank."""
+    """Returns the plan of one rank."""
     away: list[tuple[int, Piece]] = []
     own: list[tuple[int, Piece]] = []
     total = 0
@@ -382,7 +382,7 @@ class Exchange(Bringing):
 
 
 def _gradient(part: Part) -> torch.Tensor:
-    """The piece of the gradient here; what stands for none is not looked at."""
+    """Returns the piece of the gradient here; what stands for none is not looked at."""
     shard = shard_of(part)
     gradient = None if part.flat is None else part.flat.param.grad
     return torch.zeros_like(part.cut(shard)) if gradient is None else part.cut(gradient)
@@ -414,7 +414,7 @@ def _arrived(
 
 
 def _flags_in(route: Route, arrived: torch.Tensor) -> Iterator[torch.Tensor]:
-    """One number for each piece, in the order of the route."""
+    """Yields one number for each piece, in the order of the route."""
     for pieces, block in _blocks(route, arrived, 2, 1):
         yield from block[block.numel() - len(pieces) :]
 
@@ -563,5 +563,5 @@ class ShardInPlace:
 
 
 def shards_of(parts: Sequence[Part]) -> list[FlatParam]:
-    """The flat parameters that parts lie in, each once."""
+    """Returns the flat parameters that parts lie in, each once."""
     return list({id(p.flat): p.flat for p in parts if p.flat is not None}.values())

@@ -71,7 +71,7 @@ class Part:
         return self.flat.param.grad is not None and not self.flat.unused.originals[self.number]
 
     def cut(self, flat_tensor: torch.Tensor) -> torch.Tensor:
-        """The piece here [n] of something that is laid out as the shard; none: [0]."""
+        """Returns the piece here [n] of something that is laid out as the shard; none: [0]."""
         offset, numel = (0, 0) if self.here is None else (self.here.offset, self.here.numel)
         with as_plain():
             return flat_tensor.view(-1)[offset : offset + numel]
@@ -189,7 +189,7 @@ class ListedParameter(nn.Parameter):
 
 
 def parts_of(model: nn.Module) -> list[Part]:
-    """All parameters of a model, in the order and under the names that they were written with, each once."""
+    """Returns all parameters of a model, in the order and under the names that they were written with, each once."""
     for module in model.modules():
         state = state_of(module)
         if state is not None:
@@ -227,7 +227,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a model under all names that it was written with: those of tied weights, too."""
+    """Yields the parameters of a model under all names that it was written with: those of tied weights, too."""
     for path, module in nn.Module.named_modules(model, remove_duplicate=False):
         taken = dict(hidden(module))
         for name in written_names(module):
@@ -241,7 +241,7 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
-    """The flat parameter that a parameter lies in, and its number there."""
+    """Returns the flat parameter that a parameter lies in, and its number there."""
     listing = shard_behind(param)
     if listing is not None:  # listed in place of one original parameter
         return listing.flat, listing.first

@@ -133,7 +133,7 @@ class WholeParameters(Optimizer):
         return [inner.optimizer for inner in self._placing.inners]
 
     def owner_of(self, name: str) -> int | None:
-        """The rank, within its group, that updates a parameter; None if every rank updates its piece.
+        """Returns the rank, within its group, that updates a parameter; None if every rank updates its piece.
 
         Raises:
             ConfigurationError: no parameter has that name.
@@ -320,7 +320,7 @@ class WholeParameters(Optimizer):
 
     @noting_errors
     def state_dict(self, recipient_rank: int = -1) -> StateDict:  # type: ignore[override]
-        """The whole state in torch's format, by the model's names, on the CPU (collective).
+        """Returns the whole state in torch's format, by the model's names, on the CPU (collective).
 
         It loads at any world size and wrapping, and into one process's optimizer. ``param_names`` in its groups are the
         names that the model was written with.
@@ -365,7 +365,7 @@ class WholeParameters(Optimizer):
         self._options_from_inners()
 
     def placed(self) -> list[Inner]:
-        """The optimizers of this rank, one for each group, with the groups' options."""
+        """Returns the optimizers of this rank, one for each group, with the groups' options."""
         self._options_to_inners()
         return self._placing.inners
 

@@ -143,7 +143,7 @@ class Placing:
 
     # ------------------------------------------------------------ whole parameters
     def _owners(self, rules: Sequence[Rule], cost: Cost) -> dict[int, int]:
-        """The owner of each whole sharded parameter, by its number, within its flat parameter's group."""
+        """Returns the owner of each whole sharded parameter, by its number, within its flat parameter's group."""
         bundles: dict[tuple[int, ...], list[tuple[float, list[int]]]] = {}
         groups: dict[tuple[int, ...], Group] = {}
         for index, rule in enumerate(rules):

@@ -150,7 +150,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 # ------------------------------------------------------------ trying the class
 def _probe(build: OptimizerClass, options: Kwargs, dim: int) -> Optimizer:
-    """An optimizer of the class over one small parameter."""
+    """Returns an optimizer of the class over one small parameter."""
     made = build([nn.Parameter(torch.zeros((2,) * dim))], **options)
     if not isinstance(made, Optimizer):
         raise ConfigurationError(
@@ -176,7 +176,7 @@ def _accepted_dimensions(build: OptimizerClass, options: Kwargs, dims: set[int])
 
 
 def _rule(build: OptimizerClass, options: Kwargs, members: Sequence[int], parts: Sequence[Part]) -> Rule:
-    """The rule; what its class needs is found out by trying it."""
+    """Returns the rule; what its class needs is found out by trying it."""
     probe = _probe(build, options, len(parts[members[0]].shape))
     group = {k: v for k, v in probe.param_groups[0].items() if k not in ("params", "param_names")}
     kind = _kind(probe, lambda params: build(params, **options))

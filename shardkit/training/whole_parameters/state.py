@@ -50,7 +50,7 @@ def collect(
     ranks: Mapping[tuple[int, ...], Group],
     recipient: int,
 ) -> StateDict:
-    """The whole form (collective)."""
+    """Returns the whole form (collective)."""
     mine = _here(inners)
     order = [p for g in groups for p in g["params"]]
     part_of = {id(p.listed): p for p in parts}

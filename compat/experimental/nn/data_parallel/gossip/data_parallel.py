@@ -156,7 +156,7 @@ class StochasticGradientPush:
             )
 
     def gossip(self, tensors: list[torch.Tensor], nodes: Group) -> None:
-        """One step of push-sum: keeps a share, sends the rest, adds what comes."""
+        """Makes one step of push-sum: keeps a share, sends the rest, adds what comes."""
         own = self._mixing.get_mixing_weights(residual_adjusted=False)["lo"].to(self.weight)
         weight = self.weight * own
         dtype = tensors[0].dtype

@@ -106,7 +106,7 @@ class Gossiper:
             yield out_msg * self.mixing_weights[edge.dest].to(out_msg)
 
     def mix(self, out_msg: torch.Tensor, ps_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step; every node calls it.
+        """Makes one step; every node calls it.
 
         Args:
             out_msg: [n], what is kept of this node's vector; peers get it times their weight over the own one.

@@ -106,7 +106,7 @@ class GraphManager(ABC):
         return True
 
     def get_edges(self, rotate: bool = False) -> tuple[list[Edge], list[Edge]]:
-        """This step's edges from and to this node; ``rotate``: the next step's."""
+        """Returns this step's edges from and to this node; ``rotate``: the next step's."""
         if rotate:
             self._rotate_group_indices()
         mine = self.rank * self.nprocs_per_node

@@ -21,7 +21,7 @@ BUCKET_NUMEL = 2**23
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
+    """Yields the tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for t in tensors:
         bucket = kinds.setdefault((t.dtype, t.device), [])
@@ -33,7 +33,7 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
-    """Each tensor becomes the mean over all ranks, in place; every rank calls it with the same shapes."""
+    """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
     for bucket in _buckets(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
         group.all_reduce(flat, op=ReduceOp.AVG, label=label)
@@ -172,12 +172,12 @@ def _pieces(groups: Iterable[ParamGroup], start: int, stop: int) -> Iterator[_Pi
 
 
 def _in_memory_order(p: torch.Tensor) -> torch.Tensor:
-    """A dense tensor of any layout (channels last) as a vector, without a copy."""
+    """Returns a dense tensor of any layout (channels last) as a vector, without a copy."""
     return p.detach().as_strided((p.numel(),), (1,))
 
 
 def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A value with the strides of a parameter."""
+    """Returns a value with the strides of a parameter."""
     if value.stride() == p.stride():
         return value
     return torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value.view(p.shape))

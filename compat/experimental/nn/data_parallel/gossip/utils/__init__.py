@@ -30,7 +30,7 @@ class DummyCudaEventRecorder(EventRecorder):
 
 
 def create_event_recorder(event_name: str, dummy: bool = False) -> EventRecorder:
-    """A recorder that records nothing; without ``dummy`` an error that says what to take instead."""
+    """Returns a recorder that records nothing; without ``dummy`` an error that says what to take instead."""
     return (
         DummyCudaEventRecorder()
         if dummy
@@ -47,7 +47,7 @@ def create_process_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def make_logger(rank: int, verbose: bool = True) -> logging.Logger:
-    """This module's logger, writing to stdout with the rank in front."""
+    """Returns this module's logger, writing to stdout with the rank in front."""
     logger = logging.getLogger(__name__)
     if logger not in HANDLER_AND_LEVEL_SET:
         handler = logging.StreamHandler(stream=sys.stdout)
@@ -62,13 +62,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     """Puts the number of the process in front of messages."""
 
     def process(self, msg: str, kwargs: MutableMapping[str, Tree]) -> tuple[str, MutableMapping[str, Tree]]:
-        """The message with ``process_num`` of the call, or else of this adapter."""
+        """Returns the message with ``process_num`` of the call, or else of this adapter."""
         number = kwargs.pop("process_num", (self.extra or {}).get("process_num"))
         return f"process: {number} {msg}", kwargs
 
 
 def flatten_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A new vector of all elements; the tensors have one dtype."""
+    """Returns a new vector of all elements; the tensors have one dtype."""
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -79,7 +79,7 @@ def unflatten_tensors(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[t
 
 
 def group_by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    """The tensors of each dtype, in order."""
+    """Returns the tensors of each dtype, in order."""
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)

@@ -1,0 +1,165 @@
+"""Runs a program on several numbers of ranks, and finds the first bit in which the trainings differ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from shardkit.errors import ConfigurationError
+from shardkit.optimizers.shards import changed_by_steps, listing_of
+from shardkit.torch_seams.dtensors import local_of
+from shardkit.torch_seams.marked_tensors import as_plain
+
+from .report import Report
+from .running import rehearse
+
+
+class Part(NamedTuple):
+    """Values of one parameter that a rank has after a step: from ``start`` on, of ``numel`` in all."""
+
+    start: int
+    numel: int
+    values: torch.Tensor
+
+
+Parts = dict[str, Part]
+
+
+@dataclass(frozen=True)
+class BitsReport:
+    """What runs on several numbers of ranks left.
+
+    Attributes:
+        reports: of each number of ranks.
+        partings: where each leaves the first one, in words; none where all bits are equal.
+    """
+
+    reports: dict[int, Report]
+    partings: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        """All ranks came to their end, with the same bits."""
+        return not self.partings and self._steps() > 0 and all(r.is_good for r in self.reports.values())
+
+    def _steps(self) -> int:
+        return min(report.ranks[0].steps for report in self.reports.values())
+
+    def __str__(self) -> str:
+        broken = [str(report) for report in self.reports.values() if not report.is_good]
+        sizes, steps = ", ".join(map(str, self.reports)), self._steps()
+        same = f"the same bits on {sizes} ranks: losses and parameters of {steps} steps"
+        if not steps:
+            same = "no optimizer has made a step, so that nothing was compared"
+        return "\n".join([*broken, *(self.partings or ([] if broken else [same]))])
+
+
+def rehearse_bits(
+    target: str | os.PathLike[str] | Callable[[int], object],
+    ranks: Sequence[int],
+    *,
+    steps: int | None = None,
+    arguments: Sequence[str] = (),
+    is_module: bool = False,
+    timeout: float | None = None,
+    cpu: bool | None = None,
+) -> BitsReport:
+    """Rehearses an unchanged script on each number of ranks, and compares losses and parameters after each step.
+
+    Micro-batches are numbered as in docs/SAME_BITS.md. Parameters of all steps of two runs are kept in memory.
+
+    Args: see :func:`rehearse`.
+    """
+    reports: dict[int, Report] = {}
+    partings: list[str] = []
+    first: list[dict[str, torch.Tensor]] = []
+    for size in ranks:
+        taken: list[list[Parts]] = [[] for _ in range(size)]
+
+        def take(rank: int, optimizer: Optimizer, taken: list[list[Parts]] = taken) -> None:
+            taken[rank].append(parts_of(optimizer))
+
+        report = reports[size] = rehearse(
+            target, size, steps=steps, arguments=arguments, is_module=is_module, show=(), memory=False, timeout=timeout,
+            cpu=cpu, after_step=take,
+        )  # fmt: skip
+        whole = [_joined(step) for step in zip(*taken, strict=False)]
+        if size == ranks[0]:
+            first = whole
+        elif report.is_good and reports[ranks[0]].is_good:
+            found = next(_partings(reports[ranks[0]], first, report, whole), None)
+            partings += [] if found is None else [f"{size} ranks and {ranks[0]} part at {found}"]
+    return BitsReport(reports, partings)
+
+
+def parts_of(optimizer: Optimizer) -> Parts:
+    """Copies what this rank has of the parameters that an optimizer steps over."""
+    found: Parts = {}
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or [
+            f"parameter {len(found) + k}" for k in range(len(group["params"]))
+        ]
+        for name, listed in zip(names, group["params"], strict=True):
+            param = changed_by_steps(listed)
+            listing = listing_of(param)
+            with as_plain(), torch.no_grad():
+                values = local_of(param).detach().reshape(-1).clone()
+            if listing is None:
+                found[name] = Part(0, values.numel(), values)
+                continue
+            for item, start, rank, offset, numel, runs in listing.layout.pieces():
+                if rank == listing.group.rank:
+                    if runs > 1:
+                        raise ConfigurationError(
+                            f"bits of {name!r}, which is not cut between its rows, can't be told"
+                        )
+                    whole = ".".join(filter(None, (listing.path, listing.names[item])))
+                    found[whole] = Part(start, listing.layout.numels[item], values[offset : offset + numel])
+    return found
+
+
+def _joined(step: Sequence[Parts]) -> dict[str, torch.Tensor]:
+    """Puts all ranks' parts of a step together."""
+    found: dict[str, torch.Tensor] = {}
+    for parts in step:
+        for name, (start, numel, values) in parts.items():
+            if name not in found:
+                found[name] = values.new_zeros(numel)
+            found[name][start : start + len(values)] = values
+    return found
+
+
+def _partings(
+    a: Report, of_a: Sequence[dict[str, torch.Tensor]], b: Report, of_b: Sequence[dict[str, torch.Tensor]]
+) -> Iterator[str]:
+    """Yields differences in words, the first of all first; the second run's values stand first."""
+    for step, (before, now) in enumerate(zip(of_a, of_b, strict=False)):
+        theirs, ours = _losses(a, step), _losses(b, step)
+        if len(ours) != len(theirs):
+            yield f"step {step}: {len(ours)} micro-batches and {len(theirs)}"
+        for k, (x, y) in enumerate(zip(ours, theirs, strict=False)):
+            if x != y and not (x != x and y != y):
+                yield f"step {step}, loss of micro-batch {k}: {x!r} and {y!r}"
+        for name in sorted(now.keys() | before.keys(), key=[*now, *before].index):
+            if name not in now or name not in before or now[name].shape != before[name].shape:
+                yield f"step {step}, parameter {name!r}: it is not the same in both"
+                continue
+            own, other = now[name], before[name]
+            differs = (own.view(torch.uint8) != other.view(torch.uint8)).view(len(own), -1).any(1)
+            if differs.any():
+                k = int(differs.int().argmax())
+                yield f"step {step}, parameter {name!r}, element {k}: {own[k].item()!r} and {other[k].item()!r}"
+    if len(of_a) != len(of_b):
+        yield f"the end: {len(of_b)} steps and {len(of_a)}"
+
+
+def _losses(report: Report, step: int) -> list[float]:
+    """All ranks' of a step, by the number of the micro-batch."""
+    each = [seen.losses[step] for seen in report.ranks]
+    most = max(map(len, each))
+    return [losses[k] for k in range(most) for losses in each if k < len(losses)]
