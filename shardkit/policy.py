@@ -60,8 +60,8 @@ class ReducePolicy:
             when one is loaded, and when parameters are frozen, unfrozen, moved or copied.
         order: "fixed" gives the same bits on any number of ranks; see :mod:`shardkit.reduction.ordered`. None takes
             what the backend's collectives give.
-        microbatches: with a fixed order, the K micro-batches of a step over all ranks, one backward each; W has to
-            divide it. None: W, one on each rank.
+        microbatches: with a fixed order, the K micro-batches of a step over all ranks, one backward each. W has to
+            divide it, except inside of :class:`~shardkit.uneven`. None: W, one on each rank.
     """
 
     bucket_numel: int | None = None

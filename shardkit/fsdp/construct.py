@@ -395,6 +395,10 @@ def _check(found: Found) -> DeviceMesh | None:
     check_order(options.reduce, group.world_size, found.modules)
     if state.replicas is not None and state.replicas.world_size > 1:
         refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
+    if any(o.mesh is not None for o in found.originals):
+        refuse_other(
+            options.reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up"
+        )
     if group.world_size > 1:
         _refuse_writers(found)
     if options.flatten:

@@ -402,6 +402,7 @@ class Engine:
         thread: the one that is inside of a forward.
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
+        rounds: counts backwards of a step, where the order of sums is fixed.
         all_have_order: a training forward has shown all ranks in which order units are called.
     """
 
@@ -455,7 +456,7 @@ class Engine:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         self.set_accumulating([unit.accumulates for unit in self.units])
-        self._rounds = rounds_of(self.units)
+        self.rounds = rounds_of(self.units)
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -665,8 +666,8 @@ class Engine:
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
-        if self._rounds is not None:
-            self._rounds.begin()
+        if self.rounds is not None:
+            self.rounds.begin()
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
@@ -881,10 +882,10 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
-        if self._rounds is not None:
-            self._rounds.end()
-            if self._rounds.are_waiting():
-                refuse_steps.note(self._rounds)
+        if self.rounds is not None:
+            self.rounds.end()
+            if self.rounds.are_waiting():
+                refuse_steps.note(self.rounds)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""

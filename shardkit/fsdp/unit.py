@@ -548,7 +548,7 @@ def rounds_of(units: Sequence[Unit]) -> Rounds | None:
         )
     [(count, world_size)] = counts
     params = [listing.param for unit in trained for flat in unit.flats for listing in flat.listings]
-    return Rounds(params, count // world_size)
+    return Rounds(params, count, world_size)
 
 
 ROW = 2**16  # bytes that one message brings for several units

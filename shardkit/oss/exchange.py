@@ -76,6 +76,7 @@ class GradientExchange:
     Attributes:
         group: ranks that train together.
         policy: how gradients are reduced.
+        rounds: counts backwards of a step, where the order of sums is fixed.
         name: the module's class, and which one it is of those that these ranks train.
     """
 
@@ -157,7 +158,7 @@ class GradientExchange:
             )
         kept = [p for p in trainable if owner.get(p) == self.group.rank]
         count = microbatches(self.policy, self.group.world_size)
-        self._rounds = Rounds(kept, count // self.group.world_size) if count else None
+        self.rounds = Rounds(kept, count, self.group.world_size) if count else None
         if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts:
@@ -247,8 +248,8 @@ class GradientExchange:
             self.state.began = next(moments)
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
-        if self._rounds is not None:
-            self._rounds.begin()
+        if self.rounds is not None:
+            self.rounds.begin()
         self._forwards.append(self.ranges.forward())
         self._forwards[-1].__enter__()
 
@@ -330,8 +331,8 @@ class GradientExchange:
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False
-        if self._rounds is not None:
-            self._rounds.end()
+        if self.rounds is not None:
+            self.rounds.end()
         self._buffers.sync_if_changed()
 
     @not_compiled
@@ -351,8 +352,8 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
-        if self._rounds is not None:
-            self._rounds.check_step()
+        if self.rounds is not None:
+            self.rounds.check_step()
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
 

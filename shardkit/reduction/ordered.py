@@ -42,11 +42,6 @@ def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[s
     count = microbatches(reduce, world_size)
     if not count:
         return
-    if count % world_size:
-        raise ConfigurationError(
-            f'microbatches={count} with order="fixed": {world_size} ranks can\'t share them evenly. Pass a number '
-            f"that {world_size} divides"
-        )
     for path, m in modules:
         if isinstance(m, nn.SyncBatchNorm) or getattr(m, "track_running_stats", False):
             raise _refused(
@@ -115,21 +110,37 @@ class Rounds:
 
     Args:
         params: those that have the sums.
-        rounds: how many backwards each rank runs in a step.
+        microbatches: of a step, over all ranks.
+
+    Attributes:
+        are_uneven: ranks have different numbers of them, inside of ``uneven``, which counts them.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], rounds: int) -> None:
-        self._params, self._rounds = params, rounds
+    are_uneven = False
+
+    def __init__(self, params: Sequence[torch.Tensor], microbatches: int, world_size: int) -> None:
+        self._params, self.microbatches, self._world_size = params, microbatches, world_size
+        self._rounds = -(-microbatches // world_size)  # backwards of a rank, those that it follows among them
         self._count, self._has_gradients = 0, False
 
     def begin(self) -> None:
-        """Forgets a step whose gradients have been cleared, as a backward begins."""
+        """Forgets a step whose gradients have been cleared, as a backward begins.
+
+        Raises:
+            LifecycleError: ranks can't share micro-batches evenly.
+        """
+        if self.microbatches % self._world_size and not self.are_uneven:
+            raise LifecycleError(
+                f'microbatches={self.microbatches} with order="fixed": {self._world_size} ranks can\'t share them '
+                f"evenly. Pass a number that {self._world_size} divides, or run each step inside of "
+                "`with shardkit.uneven(model):`"
+            )
         if self._count and self._has_gradients and not self._any_gradient():
             self._count = 0
 
     def end(self) -> None:
         """Counts a backward that has ended."""
-        self._count = (self._count + 1) % self._rounds
+        self._count = 0 if self.are_uneven else (self._count + 1) % self._rounds
         self._has_gradients = self._any_gradient()
 
     def _any_gradient(self) -> bool:

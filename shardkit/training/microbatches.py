@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 import torch
 
-from ..backend import Backend
+from ..backend import Backend, backend_for
 from ..model_parallel.random import device_backend, seeded_state
 from ..types import ProcessGroup
 from .data import generators_kept, mixed, seed_generators
@@ -52,17 +52,21 @@ def mean_loss(
     """Computes the mean over a step's micro-batches, added in the order of their numbers, on every rank (collective).
 
     Args:
-        losses: of this rank's, 0-dim, in the order in which it ran them: rank r's are number r, W + r, 2 * W + r, ...
+        losses: of this rank's, 0-dim, in the order in which it ran them: rank r's are number r, W + r, 2 * W + r, ... A
+            rank may have fewer than others, or none.
         group: which ranks; None for all.
         backend: name or instance of the backend; by default that of the losses' device.
 
     Returns:
-        A 0-dim tensor without a graph, with the same bits on any number of ranks.
+        A 0-dim tensor of fp64 without a graph, with the same bits on any number of ranks.
     """
-    own = torch.stack([loss.detach() for loss in losses])
-    rounds = zip_longest(*[part.double().unbind() for part in gather_tensors(own, group, backend=backend)])
+    chosen = backend_for(list(losses), backend)
+    own = torch.zeros(0, dtype=torch.float64, device=losses[0].device if losses else chosen.device())
+    if losses:
+        own = torch.stack([loss.detach().double() for loss in losses])
+    rounds = zip_longest(*[part.unbind() for part in gather_tensors(own, group, backend=chosen)])
     there = [loss for of_one in rounds for loss in of_one if loss is not None]
     total = torch.zeros_like(there[0])
     for loss in there:
         total += loss
-    return (total / len(there)).to(own.dtype)
+    return total / len(there)

@@ -28,7 +28,7 @@ from ..fsdp.engine import Engine
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..reduction.ordered import refuse_other
+from ..reduction.ordered import Rounds
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import BackwardState
 from ..types import Args, Kwargs, Tree
@@ -39,12 +39,14 @@ class _Follower(abc.ABC):
 
     Attributes:
         state: of the last backward.
+        rounds: counts backwards of a step, where the order of sums is fixed.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
         has_order: this rank knows in which order the others gather and reduce.
     """
 
     groups: Sequence[Group]
     state: BackwardState
+    rounds: Rounds | None
 
     @property
     @abc.abstractmethod
@@ -83,7 +85,7 @@ class _FSDPFollower(_Follower):
         self._engine: Engine = state.engine or become_root(state)
         if not state.is_root:
             raise LifecycleError("uneven() is for the outermost FSDP module; pass that one")
-        self.state = self._engine.state
+        self.state, self.rounds = self._engine.state, self._engine.rounds
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
     @property
@@ -126,7 +128,7 @@ class _ShardedDDPFollower(_Follower):
     def __init__(self, model: ShardedDDP) -> None:
         self._model = model
         self._exchange = model._connected()
-        self.state = self._exchange.state
+        self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
 
     def has_local_gradients(self) -> bool:
@@ -165,6 +167,9 @@ class uneven:
     a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before are
     added to.
 
+    With ``ReducePolicy(order="fixed", microbatches=K)`` each step has K, which are added up as they come: round by
+    round, in each by rank. Bits are those of one process that runs them in this order.
+
     The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward. With
     ``no_sync`` around all backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits
     for gathers and reductions of the others, and computes nothing. Before its first forward of all, though, it may run
@@ -177,6 +182,7 @@ class uneven:
         ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program.
         LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; an evaluation or a second forward
             inside, before a backward.
+        LifecycleError: the order is fixed, and other than K micro-batches were run.
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
@@ -189,7 +195,16 @@ class uneven:
         self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
 
     def weighted(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of."""
+        """Returns weight * loss; the micro-batch counts so much: of samples or tokens, say, that it is a mean of.
+
+        Raises:
+            ConfigurationError: the order is fixed, in which each has an equal share.
+        """
+        if self._by.rounds is not None:
+            raise ConfigurationError(
+                'weighted() with order="fixed": each of the micro-batches has an equal share of the mean. Leave one of '
+                "them out"
+            )
         self._total += float(weight) - self._weight
         self._weight = float(weight)
         return loss * weight
@@ -200,6 +215,8 @@ class uneven:
                 "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
                 "it, or call zero_grad(), before uneven()"
             )
+        if self._by.rounds is not None:
+            self._by.rounds.are_uneven = True
         for p, _ in self._by.scaled(1.0):
             if p.grad is not None:
                 self._before[p], p.grad = p.grad, None
@@ -210,6 +227,13 @@ class uneven:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._hook.remove()
+        try:
+            self._leave(error)
+        finally:
+            if self._by.rounds is not None:
+                self._by.rounds.are_uneven = False
+
+    def _leave(self, error: BaseException | None) -> None:
         if error is not None:
             for group in self._by.groups:
                 group.abort(f"it left uneven() by {type(error).__name__}: {error}")
@@ -310,9 +334,16 @@ class uneven:
 
     @torch.no_grad()
     def _finish(self, total: float) -> None:
-        for p, factor in self._by.scaled(total) if total else ():
-            if p.grad is not None:
-                p.grad.mul_(factor)
+        rounds = self._by.rounds
+        if rounds is None:
+            for p, factor in self._by.scaled(total) if total else ():
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+        elif total != rounds.microbatches:
+            raise LifecycleError(
+                f'with order="fixed" a step has {rounds.microbatches} micro-batches, and all ranks have run {total:g} '
+                "inside of uneven(). Run as many, or change ReducePolicy(microbatches=...)"
+            )
         for p, before in self._before.items():
             p.grad = before if p.grad is None else p.grad.add_(before)
 
@@ -321,10 +352,8 @@ def _follower_for(model: nn.Module) -> _Follower:
     state = state_of(model)
     by: _Follower
     if state is not None:
-        refuse_other(state.options.reduce, "uneven(): which rank runs which micro-batch is not fixed")
         by = _FSDPFollower(state)
     elif isinstance(model, ShardedDDP):
-        refuse_other(model._connected().policy, "uneven(): which rank runs which micro-batch is not fixed")
         by = _ShardedDDPFollower(model)
     else:
         raise ConfigurationError(

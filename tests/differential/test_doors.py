@@ -91,8 +91,12 @@ class Drawn(nn.Module):
         super().__init__()
         (width, hidden, vocabulary), traits = loop.sizes, loop.traits
         self.words = nn.Embedding(vocabulary, width)
+        times = 2000 if "large" in traits else 1  # units that are not sent together with others
         self.blocks = nn.ModuleList(
-            [nn.Sequential(nn.Linear(width, n), nn.Tanh(), nn.Linear(n, width)) for n in (hidden, 1)]
+            [
+                nn.Sequential(nn.Linear(width, n), nn.Tanh(), nn.Linear(n, width))
+                for n in (hidden * times, times)
+            ]
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
@@ -329,7 +333,7 @@ def check_loop(loop: Loop) -> None:
 
 
 TRAITS = ("mixed", "frozen", "tied", "keeps", "clips", "torch clips", "freezes", "data", "half", "momentum", "ema",
-          "own optimizers", "spare unit", "aligned")  # fmt: skip
+          "own optimizers", "spare unit", "aligned", "large")  # fmt: skip
 
 
 @st.composite
@@ -341,7 +345,7 @@ def loops(draw: st.DrawFn, doors: tuple[str, ...] = DOORS, most: int = 6) -> Loo
     )
     traits = draw(st.sets(st.sampled_from(TRAITS)))
     if "half" in traits:
-        traits -= {"mixed", *(("half",) if door == "sharded_ddp" else ())}
+        traits -= {"mixed", "large", *(("half",) if door == "sharded_ddp" else ())}
     if door not in LISTS_ROWS and "momentum" not in traits:
         traits |= {"spare unit"}  # a flat parameter has one count of steps
     spares = ["all", "none"] if "spare unit" in traits and door != "sharded_ddp" else ["all", "some", "none"]

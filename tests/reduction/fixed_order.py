@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -105,12 +106,14 @@ class Run:
         else:
             self.optimizer = kind([p for p in self.model.parameters() if p.requires_grad], **options)
 
-    def backward(self, number: int, micro: int) -> torch.Tensor:
+    def backward(
+        self, number: int, factor: float, scale: Callable[[Any], Any] = lambda loss: loss
+    ) -> torch.Tensor:
         """One micro-batch's."""
         with shardkit.microbatch(number):
             x = torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(number))
-            loss = (self.model(x) - 1).square().mean() * micro
-            loss.backward()
+            loss = (self.model(x) - 1).square().mean() * factor
+            scale(loss).backward()
         return loss
 
     def clip(self, norm: float, torchs: bool) -> torch.Tensor:
@@ -133,7 +136,8 @@ class Run:
 
 def train(
     rank: int, world: int, family: str, strategy: str, optimizer: str = "adamw", clip: float = 0.0,
-    torchs: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K, **policy: Any,
+    torchs: bool = False, uneven: bool = False, first: int = 0, last: int = 3, folder: str = "", count: int = K,
+    **policy: Any,
 ) -> list[object]:  # fmt: skip
     """Losses and norms of steps, and a digest of what is left; with a folder, from and to a checkpoint in it."""
     run = Run(family, strategy, optimizer, microbatches=count, **policy)
@@ -141,7 +145,8 @@ def train(
         shardkit.restore_training(folder, model=run.model, optimizer=run.optimizer)
     told: list[object] = []
     for step in range(first, last):
-        losses = [run.backward(step * count + k, 1 + k % 3) for k in range(rank, count, world)]
+        with shardkit.uneven(run.model) if uneven else contextlib.nullcontext():
+            losses = [run.backward(step * count + k, 1 + k % 3) for k in range(rank, count, world)]
         told.append(shardkit.mean_loss(losses).item())
         if clip:
             told.append(run.clip(clip, torchs).item())

@@ -51,11 +51,20 @@ def _trained(rank: int, world: int, args: tuple[Any, ...], options: dict[str, An
     worlds=st.sampled_from([(1, 2, 8), (3, 4), (1, 6), (2, 3), (4, 6)]),
     dtype=st.sampled_from([None, None, torch.bfloat16]),
 )  # fmt: skip
-def test_drawn_programs(
-    family: str, strategy: str, worlds: tuple[int, ...], dtype: Any, **options: Any
-) -> None:
+def test_drawn_programs(family: str, strategy: str, worlds: tuple[int, ...], **options: Any) -> None:
+    options["torchs"] &= strategy != "sharded_ddp"  # of eight ranks one may own nothing
     first, *others = [_ranks(world, "simulated", family, strategy, last=2, **options) for world in worlds]
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_microbatches_that_ranks_cant_share(strategy: str) -> None:
+    """7 of them: ranks that have none in the last round follow, and one of 8 always does."""
+    for family, optimizer in (("mlp", "adamw"), ("routed", "sgd")):
+        options: dict[str, Any] = {"optimizer": optimizer, "count": 7, "clip": 0.3}
+        plain = _ranks(1, "simulated", family, strategy, **options)
+        for world in (2, 3, 8):
+            assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == plain
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -129,7 +138,13 @@ def _refused(rank: int) -> None:
             make()
 
     fixed = ReducePolicy(order="fixed", microbatches=4)
-    fails(ConfigurationError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3))
+    fails(
+        LifecycleError, "can't share them evenly", lambda: Run("mlp", "fsdp", microbatches=3).backward(0, 1)
+    )
+    run = Run("mlp", "sharded_ddp", microbatches=3)
+    too_few = pytest.raises(LifecycleError, match="has 3 micro-batches, and all ranks have run 2")
+    with too_few, shardkit.uneven(run.model):
+        run.backward(rank, 1)
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     fails(ConfigurationError, "'1', a BatchNorm1d", lambda: FSDP(norm, reduce=fixed))
     oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
@@ -233,3 +248,30 @@ def test_random_numbers_are_a_microbatchs() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with shardkit.microbatch(0, seed=1):
         assert not torch.equal(torch.rand(3), drawn[0])
+
+
+# ------------------------------------------------------------ loss scaling
+def _scaled(rank: int, world: int, strategy: str) -> list[object]:
+    """Halves on the wire; a micro-batch of the second step overflows."""
+    run = Run("mlp", strategy, microbatches=6, dtype=torch.float16)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    told: list[object] = []
+    for step in range(3):
+        for k in range(rank, 6, world):
+            run.backward(6 * step + k, math.inf if (step, k) == (1, 4) else 1, scaler.scale)
+        scaler.unscale_(run.optimizer)
+        told.append(str(run.clip(0.3, torchs=strategy == "units").item()))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.model.zero_grad()
+        run.optimizer.zero_grad()
+    return [*told, scaler.get_scale(), run.digest()]
+
+
+@pytest.mark.parametrize("strategy", ["units", "fsdp", "sharded_ddp"])
+def test_scaled_losses(strategy: str) -> None:
+    alone, *others = [rank_pool(world, "simulated").run(_scaled, world, strategy) for world in (1, 2, 3)]
+    assert alone[0][1] == "nan"
+    assert alone[0][3] == 2.0**9
+    for each in others:
+        assert each == alone * len(each)

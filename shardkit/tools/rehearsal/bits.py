@@ -19,7 +19,7 @@ from .report import Report
 from .running import rehearse
 
 
-class Part(NamedTuple):
+class Held(NamedTuple):
     """Values of one parameter that a rank has after a step: from ``start`` on, of ``numel`` in all."""
 
     start: int
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-Parts = dict[str, Part]
+Parts = dict[str, Held]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def parts_of(optimizer: Optimizer) -> Parts:
             with as_plain(), torch.no_grad():
                 values = local_of(param).detach().reshape(-1).clone()
             if listing is None:
-                found[name] = Part(0, values.numel(), values)
+                found[name] = Held(0, values.numel(), values)
                 continue
             for item, start, rank, offset, numel, runs in listing.layout.pieces():
                 if rank == listing.group.rank:
@@ -119,7 +119,7 @@ def parts_of(optimizer: Optimizer) -> Parts:
                             f"bits of {name!r}, which is not cut between its rows, can't be told"
                         )
                     whole = ".".join(filter(None, (listing.path, listing.names[item])))
-                    found[whole] = Part(start, listing.layout.numels[item], values[offset : offset + numel])
+                    found[whole] = Held(start, listing.layout.numels[item], values[offset : offset + numel])
     return found
 
 
