@@ -402,7 +402,7 @@ def get_backend(name: str) -> Backend:
         BackendError: no such backend, or it is not available on this machine.
     """
     if name not in _instances:
-        _instances[name] = _load(name)
+        _instances.setdefault(name, _load(name))  # ranks may be threads
     return _instances[name]
 
 

@@ -357,11 +357,23 @@ class InPlace:
                 key = f"{path}.{name}" if path else name
                 value = state_dict.get(key)
                 if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
-                    state_dict[key] = cut(value.to(p._local_tensor.device), p.device_mesh, p.placements)
+                    here = value if p.is_meta else value.to(p._local_tensor.device)
+                    state_dict[key] = cut(here, p.device_mesh, p.placements)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)
-        end_loading(self._state)
+        state = self._state
+        if state.options.dtensors and any(flat.param.is_meta for flat in state.flats):  # assigned maybe
+            if not state.mates and any(
+                s is not None and not s.are_alike() for s in (f.shards for f in state.flats)
+            ):
+                raise ConfigurationError(
+                    f"load_state_dict(assign=True) into a {type(module).__name__} that was sharded on the meta device "
+                    "gave values to some of its parameters alone, or of several dtypes: give all, of one dtype, plain "
+                    "or cut as state_dict() has them"
+                )
+            end_move(state)
+        end_loading(state)
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -30,7 +30,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -372,18 +372,8 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
 _NAMED = ("LBFGS", "Adafactor")
 
 
-class _Lent(NamedTuple):
-    """A parameter in a step.
-
-    Attributes:
-        listed: the DTensor.
-        local: what the step updates.
-        state: of the DTensor before the step, by key.
-    """
-
-    listed: DTensor
-    local: nn.Parameter
-    state: StateDict
+# In a step: the DTensor, what is updated in its place, and the DTensor's state before, by key.
+_Lent = tuple["DTensor", nn.Parameter, StateDict]
 
 
 class _LocalSteps:
@@ -436,7 +426,7 @@ class _LocalSteps:
         own, kind = state.pop(p, {}), type(p)
         if own:
             state[local] = {k: v._local_tensor if type(v) is kind else v for k, v in own.items()}
-        lent.append(_Lent(p, local, own))
+        lent.append((p, local, own))  # plain, for a named one costs a call
         return local
 
     def after(self, optimizer: Optimizer) -> None:

@@ -314,14 +314,23 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
 
 
 @torch.no_grad()
-def _assigned(listing: Listing, values: torch.Tensor) -> nn.Parameter:
-    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's."""
-    if listing.param.is_meta:
+def _assigned(listing: Listing, values: nn.Parameter) -> nn.Parameter:
+    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's.
+
+    One on the meta device gives way; its unit takes the others' values once all of them are there.
+    """
+    own: Tree = listing.param
+    if own.is_meta and not values.is_meta:
+        if is_dtensor(values) and (values.placements, values.device_mesh) == (
+            own.placements,
+            own.device_mesh,
+        ):
+            return values  # type: ignore[return-value]
         raise ConfigurationError(
-            f"load_state_dict(assign=True) into {listing.label}, which was sharded on the meta device: shards need "
-            "memory of their own. Call to_empty(device=...) first, and assign=True is not needed then"
+            f"load_state_dict(assign=True) into {listing.label}, which was sharded on the meta device, of a tensor "
+            f"that is not cut as it is: expected a DTensor with {own.placements} over {own.device_mesh}, or a plain one"
         )
-    listing.param.copy_(values)
+    own.copy_(values)
     return listing.param
 
 

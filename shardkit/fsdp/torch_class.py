@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from types import FrameType
 from typing import NoReturn, Protocol, cast
@@ -145,24 +146,26 @@ def note_state_for_torch(module: nn.Module) -> None:
     """Lets torch's ``fully_shard.state(module)`` find it."""
     from torch.distributed._composable.contract import STATE_KEY
 
-    module.__dict__[STATE_KEY] = ComposableStates(module)
+    module.__dict__[STATE_KEY] = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
 
 
 class ComposableStates(dict[object, object]):
-    """Answers where torch's ``fully_shard.state(module)`` looks for it, of one module."""
+    """Answers where torch's ``fully_shard.state(module)`` looks for it, of one module, and has others' states."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, others: dict[object, object]) -> None:
+        super().__init__(others)
         self._module = module
 
     def get(self, key: object, default: object = None) -> object:
-        """Returns that of ``fully_shard``."""
-        return _torchs_state(self._module) if getattr(key, "__name__", "") == "fully_shard" else default
+        """Returns that of ``fully_shard``, or another's."""
+        is_ours = getattr(key, "__name__", "") == "fully_shard"
+        return _torchs_state(self._module) if is_ours else super().get(key, default)
 
     def __deepcopy__(self, memo: dict[int, Tree]) -> ComposableStates:
-        return ComposableStates(memo.get(id(self._module), self._module))
+        return ComposableStates(memo.get(id(self._module), self._module), copy.deepcopy(dict(self), memo))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ComposableStates, (self._module,)
+        return ComposableStates, (self._module, dict(self))
 
     def __setstate__(self, state: StateDict) -> None:
         """It has none."""

@@ -41,6 +41,11 @@ from ..torch_seams.strided_views import dense_strides
 from ..tracing.ranges import BucketRanges
 
 DEFAULT_BUCKET = 2**23  # elements
+_SENT = (
+    "a parameter received a gradient after those of its bucket had been sent: its module runs in several re-entrant "
+    "checkpoints (use checkpoint(..., use_reentrant=False)), or backward had gone on to a module that was called "
+    "before it (go back through each by a backward of its own)"
+)
 
 
 class BucketPlan(NamedTuple):
@@ -219,7 +224,7 @@ class Reducer:
             if state.task == NO_BACKWARD:
                 state.begin()
             if position < self._next:
-                raise _sent(fired[index])
+                raise LifecycleError(_SENT)
             if fired[index]:
                 return
             fired[index] = True
@@ -371,15 +376,3 @@ class Reducer:
             return gradient
         with as_plain():
             return total.add_(gradient)
-
-
-def _sent(fired: bool) -> LifecycleError:
-    if fired:
-        return LifecycleError(
-            "a parameter received a second gradient after its first one had been sent: its module runs in several "
-            "re-entrant checkpoints. Use checkpoint(..., use_reentrant=False)."
-        )
-    return LifecycleError(
-        "a parameter received its gradient after what was left of its module's had been sent: backward had reached "
-        "a module whose forward ended before this one's began. Go back through them in two backwards"
-    )

@@ -189,9 +189,9 @@ def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> N
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """Returns a DTensor over this memory; quicker than ``DTensor.from_local``, which looks at everything anew."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(at_offset_0(local), spec, requires_grad=False)
+    kind: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor  # whoever made the spec has it
+    # its constructor would ask torch.compile
+    return kind.__new__(kind, at_offset_0(local), spec, requires_grad=False)
 
 
 def at_offset_0(view: torch.Tensor) -> torch.Tensor:
@@ -204,14 +204,11 @@ def at_offset_0(view: torch.Tensor) -> torch.Tensor:
         return view  # its memory is its class's
     if view.is_meta:
         return torch.empty_like(view)
-    if view.dtype.itemsize == 1:  # torch 2.9 has no float8 in DLPack
-        return _over_memory(view.view(torch.uint8)).view(view.dtype)
-    return _over_memory(view)
-
-
-def _over_memory(view: torch.Tensor) -> torch.Tensor:
+    dtype = view.dtype
+    if dtype.itemsize == 1:  # torch 2.9 has no float8 in DLPack
+        view = view.view(torch.uint8)
     made: torch.Tensor = from_dlpack(to_dlpack(view))
-    return made
+    return made if made.dtype == dtype else made.view(dtype)
 
 
 def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,20 +51,6 @@ moments = itertools.count(1)
 def after_backward(call: Callable[[], None]) -> None:
     """Calls this when the running backward is through, and after what was asked for before."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
-
-
-class Sender(Protocol):
-    """Sends gradients in the course of a backward.
-
-    Attributes:
-        has_sent: all is on its way in this backward, on this rank.
-    """
-
-    @property
-    def has_sent(self) -> bool: ...
-
-    def send_rest(self) -> None:
-        """Sends what is left, for backward has left its module; unless others' have to be sent before."""
 
 
 class BackwardState:
@@ -133,9 +119,9 @@ class BackwardState:
             reached.append(weakref.ref(self))
 
     @property
-    def owner(self) -> Sender:
-        """Returns the object whose method it calls at the end."""
-        return self._on_end.__self__  # type: ignore[attr-defined, no-any-return]
+    def owner(self) -> Tree:
+        """Returns whose method it calls at the end; it tells whether it ``has_sent`` all, and can ``send_rest``."""
+        return self._on_end.__self__  # type: ignore[attr-defined]
 
     def sends_last(self) -> bool:
         """Has those before send what is left where backward has left them; whether all have sent, on all ranks."""

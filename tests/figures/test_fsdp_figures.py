@@ -95,7 +95,7 @@ def test_bytes_copied(world_size: int, implementation: str) -> None:
 DOORS = {
     "fsdp": {2: (730, 1290, 1.52, 2.80), 4: (800, 1390, 0.77, 1.95)},
     "fully_shard": {2: (765, 1550, 1.52, 2.80), 4: (835, 1650, 0.77, 1.95)},
-    "dtensors": {2: (860, 3350, 1.52, 2.80), 4: (880, 3450, 0.77, 1.98)},
+    "dtensors": {2: (860, 2700, 1.52, 2.80), 4: (880, 2800, 0.77, 1.98)},
 }
 
 
@@ -126,7 +126,7 @@ def test_a_fixed_order_of_sums_sends_and_holds_no_more() -> None:
     assert of(2, "in_order", "collectives") == [issued] * 2
     assert max(of(2, "in_order", "sent")) <= 1.01 * fsdp_sent(2)
     for figure in ("resident", "peak", "operations", "calls"):
-        assert max(of(2, "in_order", figure)) <= 1.16 * max(of(2, "fully_shard", figure))
+        assert max(of(2, "in_order", figure)) <= 1.2 * max(of(2, "fully_shard", figure))
 
 
 def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:

@@ -365,11 +365,21 @@ def _assigned(rank: int) -> None:
         torch.testing.assert_close(model(_batch(0, rank)), one(_batch(0, rank)))
     with torch.device("meta"):
         empty = fully_shard(Scaled(False), dtensors=True)
-    with pytest.raises(RuntimeError, match=r"sharded on the meta device.*to_empty\(device=\.\.\.\) first"):
-        empty.load_state_dict(one.state_dict(), assign=True)
-    empty.to_empty(device="cpu")
-    empty.load_state_dict(one.state_dict(), assign=True)
-    torch.testing.assert_close(empty(_batch(0, rank)), one(_batch(0, rank)))
+        half = copy.deepcopy(empty)
+    with pytest.raises(ConfigurationError, match="gave values to some of its parameters alone"):
+        half.load_state_dict(dict(list(one.state_dict().items())[:1]), assign=True, strict=False)
+    cut = model.state_dict()
+    wrong = {k: v.redistribute(placements=[Replicate()]) for k, v in cut.items()}
+    with pytest.raises(RuntimeError, match=r"not cut as it is|cut as state_dict"):
+        copy.deepcopy(empty).load_state_dict(wrong, assign=True)
+    for given in (one.state_dict(), cut):
+        filled = copy.deepcopy(empty)
+        filled.load_state_dict(given, assign=True)
+        optimizer = torch.optim.SGD(filled.parameters(), lr=0.1)
+        torch.testing.assert_close(filled(_batch(0, rank)), one(_batch(0, rank)))
+        filled(_batch(0, rank)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -449,6 +451,49 @@ def test_all_of_torchs_is_there() -> None:
     rank_pool(1).run(_has)
 
 
+def _on_threads(rank: int) -> None:
+    """As torch's own tests run: ranks are threads of one process, over a process group of theirs."""
+    from torch.testing._internal.distributed import multi_threaded_pg as theirs
+
+    store, failed = dist.HashStore(), []
+
+    def run(number: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=number, world_size=2, store=store)
+            model, mesh = (
+                models[number],
+                init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")),
+            )
+            for part in (*model.layers, model):
+                fully_shard(part, mesh=mesh)
+            loss_of(model, number, 0).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    plain, *models = Net(), Net(), Net()  # threads share a generator
+    torch.stack([loss_of(plain, r, 0) for r in range(2)]).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    theirs._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        theirs._uninstall_threaded_pg()
+    assert not failed, failed
+
+
+def test_ranks_that_are_threads_of_torchs() -> None:
+    rank_pool(1).run(_on_threads)
+
+
 def gathers_of(model: nn.Module) -> list[str]:
     """Labels of all-gathers from now on."""
     heard: list[str] = []
@@ -604,6 +649,13 @@ def _small_words(rank: int) -> None:
     torch.testing.assert_close(
         model.inner.weight.grad.full_tensor(), _mean(x.sum(0).expand(4, 4).contiguous()), rtol=1e-5, atol=1e-5
     )
+
+    # torch's other wrappers of this kind, which look for their state where FSDP2 has its own
+    model = fully_shard(checkpoint(copy.deepcopy(plain)), reshard_after_forward=True)
+    for m in (model, copy.deepcopy(model)):
+        m(x).sum().backward()
+        torch.testing.assert_close(m.inner.bias.grad.full_tensor(), torch.full((4,), 2.0))
+        assert checkpoint.state(m).enable_hook  # type: ignore[attr-defined]
 
     # as torch's pipelines reduce, after the last of their micro-batches
     model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
