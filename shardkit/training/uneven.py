@@ -192,6 +192,8 @@ class uneven:
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
+    _weight = 1.0  # of the micro-batch that runs
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model = getattr(model, "_orig_mod", model)  # of torch.compile's
         self._by = _follower_for(model)
@@ -212,8 +214,7 @@ class uneven:
         return loss * weight
 
     def __enter__(self) -> uneven:
-        self._total: float = 0.0
-        self._weight: float = 1.0
+        self._total, self._weight = 0.0, 1.0
         self._kept_local = self._is_following = False
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._unused = [flat.unused.originals.copy() for flat in self._by.flats]  # of these
