@@ -126,7 +126,7 @@ def test_a_fixed_order_of_sums_sends_and_holds_no_more() -> None:
     assert of(2, "in_order", "collectives") == [issued] * 2
     assert max(of(2, "in_order", "sent")) <= 1.01 * fsdp_sent(2)
     for figure in ("resident", "peak", "operations", "calls"):
-        assert max(of(2, "in_order", figure)) <= 1.16 * max(of(2, "fully_shard", figure))
+        assert max(of(2, "in_order", figure)) <= 1.2 * max(of(2, "fully_shard", figure))
 
 
 def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:
