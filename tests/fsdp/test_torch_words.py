@@ -401,7 +401,7 @@ def _refused(rank: int) -> None:
             {"shard_placement_fn": lambda p: Shard(1 - p.ndim)},
             r"Shard\(1\) for 'layers.0.2.weight': .* uneven",
         ),
-        ({"shard_placement_fn": lambda p: elsewhere}, r"over the mesh that it is given"),
+        ({"shard_placement_fn": lambda p: elsewhere}, r"it has another mesh"),
         ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
         ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
         ({"dtensors": True}, "containers that do not implement forward"),
