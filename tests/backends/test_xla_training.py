@@ -67,9 +67,9 @@ def test_optimizers_that_need_whole_parameters() -> None:
 # ------------------------------------------------------------------ compiles and collectives
 def _count(rank: int, world_size: int) -> dict[str, Any]:
     from shardkit.backend import get_backend
+    from shardkit.backends.xla import metrics
     from shardkit.nn.data_parallel import ShardedDataParallel
     from shardkit.optim.oss import OSS
-    from tests.xla import metrics
 
     backend = get_backend("xla")
     model = cases.mlp()

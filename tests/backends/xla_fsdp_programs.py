@@ -371,7 +371,7 @@ def _evaluate(model: FSDP, rank: int) -> torch.Tensor:
 
 def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
     """Collectives in the program of a forward and backward, and how many there should be."""
-    from tests.xla import metrics
+    from shardkit.backends.xla import metrics
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return {"collectives": dict(metrics.collectives([loss, *gradients])), "expected": expected(model, micro)}
@@ -390,7 +390,7 @@ def expected(model: FSDP, micro: int) -> dict[str, int]:
 
 
 def _compiles() -> int:
-    from tests.xla import metrics
+    from shardkit.backends.xla import metrics
 
     group = get_backend("xla").group()
     group.barrier()  # so that the counter, which is the process's, holds still
@@ -465,11 +465,11 @@ def plain_with_adam(world_size: list[int]) -> list[list[float]]:
 # ------------------------------------------------------------------ what a TPU would run
 def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     """The program with the collectives of a TPU, without those that nobody needs the result of."""
+    from shardkit.backends.xla import metrics
     from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
     from shardkit.backends.xla.runtime import Replica
-    from tests.xla import metrics
     from tests.xla.meeting import in_memory
 
     world = current_world()

@@ -58,7 +58,7 @@ def train_single() -> tuple[list[float], list[torch.Tensor]]:
 
 def train(rank: int, reduce_in_hook: bool, read_every_step: bool) -> dict[str, Any]:
     """Data-parallel training with nothing but the group's all-reduce."""
-    from tests.xla import metrics
+    from shardkit.backends.xla import metrics
 
     g = group()
     model = net().to(device())
@@ -158,11 +158,11 @@ def sub_groups(rank: int, parts: list[list[int]]) -> dict[str, Any]:
 
 def native(rank: int) -> dict[str, Any]:
     """The collectives a TPU uses. On a CPU they meet only if all replicas share one executable."""
+    from shardkit.backends.xla import metrics
     from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
     from shardkit.backends.xla.runtime import Replica
-    from tests.xla import metrics
     from tests.xla.meeting import in_memory
 
     world = current_world()

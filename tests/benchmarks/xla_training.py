@@ -66,7 +66,7 @@ class Runner:
         self.compiles = self._compiles_so_far() - before
 
     def _compiles_so_far(self) -> int:
-        from tests.xla import metrics
+        from shardkit.backends.xla import metrics
 
         self._meet(None)  # the counter is the process's
         count = metrics.compiles()
@@ -89,7 +89,7 @@ class Runner:
 
     def facts(self) -> dict[str, Any]:
         """Trains a step; what doesn't depend on the machine."""
-        from tests.xla import metrics
+        from shardkit.backends.xla import metrics
 
         calls = sum(counting_calls(self.record, self._batches[0][0].device))
         pending = [self.losses[-1], *self._trainer.state()]

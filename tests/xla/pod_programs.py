@@ -149,7 +149,7 @@ def files(rank: int, folder: str) -> None:
 
 def objects(rank: int, lengths: list[int]) -> list[int]:
     """Of any size, and through the device: the process's memory is no way from one rank to another."""
-    from tests.xla import metrics
+    from shardkit.backends.xla import metrics
 
     everyone = get_backend("xla").group()
     half = _parts(rank, HALVES)
