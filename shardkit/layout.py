@@ -150,7 +150,8 @@ class ShardLayout:
         grains: of each item so many elements that no cut goes through; None: cuts may be anywhere.
         cuts: where each rank's part ends, [W], if parts differ in size; None: each has S.
         copies: every rank's part has the whole item, a single number.
-        runs: each part consists of so many runs of the item's elements: it is cut along a later dimension, evenly.
+        runs: each part consists of so many runs of the item's elements: it is cut along a later dimension, evenly. Of
+            packed items the most.
     """
 
     numels: tuple[int, ...]
@@ -320,7 +321,7 @@ def in_runs(layout: ShardLayout, runs: Sequence[int]) -> ShardLayout:
     if not isinstance(layout, PackedLayout):
         return replace(layout, runs=runs[0])
     each = tuple(replace(one, runs=n) for one, n in zip(layout.each, runs, strict=True))
-    return replace(layout, each=each)
+    return replace(layout, each=each, runs=max(runs))
 
 
 Align = Literal["parameters", "rows"] | int | None

@@ -464,6 +464,11 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
             check_within(name, original.param, mesh, original.dim)
         if original.dim:
             _check_dimension(found, name, original)
+        if original.store is not None and mesh.ndim > 1 and mesh.mesh_dim_names is None:
+            raise ConfigurationError(
+                f"fsdp_pre_all_gather of {name!r}, a {type(original.param).__name__}, is told which mesh cuts it, "
+                f"and the dimensions of {mesh} have no names: pass mesh_dim_names= to init_device_mesh"
+            )
     return mesh
 
 
@@ -487,8 +492,10 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
     """Cuts some parameters, and takes this rank's shard of them to where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
     originals = [found.originals[k] for k in part]
-    layout = options.layout([original.rows for original in originals], group.world_size)
-    if options.placement is not None and group.world_size > 1:
+    is_placed = options.placement is not None and group.world_size > 1
+    shapes = [original.rows if is_placed else original.shape for original in originals]
+    layout = options.layout(shapes, group.world_size)
+    if is_placed:
         layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
     if layout.grains is not None and not group.backend.has_storage:
         layout = ShardLayout(

@@ -112,7 +112,9 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
     blocks = values.split([block.padded_numel for block in layout.blocks])
     parts = [
-        block[:1] if alone.copies else own_part(rank_by_rank(block, alone), group)
+        block[:1]
+        if alone.copies
+        else own_part(block if alone.runs == 1 else rank_by_rank(block, alone), group)
         for block, alone in zip(blocks, layout.blocks, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -120,8 +122,6 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
 
 def rank_by_rank(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """One item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
-    if layout.runs == 1:
-        return values
     return _as_parts(values.reshape(-1), layout).reshape(-1)
 
 
@@ -145,7 +145,7 @@ class Unpacking:
         items = full.split([block.padded_numel for block in layout.blocks])
         self._places = [_as_parts(item, block) for item, block in zip(items, layout.blocks, strict=True)]
         self._world_size = world_size
-        self._in_runs = any(block.runs > 1 for block in layout.blocks)
+        self._in_runs = layout.runs > 1
 
     def unpack(self, gathered: torch.Tensor) -> None:
         """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""

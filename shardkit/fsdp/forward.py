@@ -30,12 +30,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import LifecycleError
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
-from ..torch_seams.hooks import NO_BACKWARD, current_backward, tensors_in, tensors_of, watch_outputs
+from ..torch_seams.hooks import (
+    NO_BACKWARD,
+    current_backward,
+    in_fields,
+    tensors_in,
+    tensors_of,
+    watch_outputs,
+)
 from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
@@ -65,10 +72,19 @@ if TYPE_CHECKING:
 
 @not_compiled
 def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
-    """Returns the same with floating point tensors in this dtype."""
-    return tree_map_only(
-        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, inputs
-    )
+    """Returns the same with floating point tensors in this dtype, those in dataclasses too."""
+
+    def is_other(tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype != dtype
+
+    def cast(leaf: Tree) -> Tree:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if is_other(leaf) else leaf
+        if hasattr(leaf, "__dataclass_fields__") and any(map(is_other, tensors_in(leaf))):
+            return in_fields(lambda value: cast_inputs(value, dtype), leaf)
+        return leaf
+
+    return tree_map(cast, inputs)
 
 
 @callees_compiled

@@ -133,7 +133,8 @@ def fully_shard(
     shard(states)
     for state in states:
         InPlace(state).install()
-        words.cast_outputs_of(state.module)
+        if words.mp_policy is not None:
+            words.cast_outputs_of(state.module)
     return module
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 
 from ..backend import DONE, Group, ReduceOp, Work
-from ..layout import Piece, alignment, rounded_up
+from ..layout import Piece, ShardLayout, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.ordered import contributions, exchange, microbatches, share
@@ -92,7 +92,9 @@ class GradientPack(ABC):
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
-        self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
+        self._in_runs: list[tuple[int, ShardLayout]] = []
+        if flat.layout.runs > 1:
+            self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
         pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
         step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
         size = self._size = flat.layout.shard_numel

@@ -155,12 +155,13 @@ def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMes
         dim = 0 if chosen is None else chosen.dim + (param.dim() if chosen.dim < 0 else 0)
         if (dim == 0 or 0 <= dim < param.dim()) and (info is None or info.mesh == mesh):
             return dim
-    invalid = getattr(chosen, "dim", None)
+        wrong = f"Shard dim {dim} is invalid for {param.dim()}D tensor" if dim else "it has another mesh"
+    else:
+        wrong = "Expected Shard"
     raise ConfigurationError(
-        f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: "
-        + ("" if invalid is None else f"Shard dim {invalid} is invalid for {param.dim()}D tensor; ")
-        + "Expected Shard of one of its dimensions; all parameters of a call are cut over the mesh that it is given. "
-        "Call fully_shard for a module whose parameters are to have another mesh"
+        f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: {wrong}. Parameters are cut along "
+        "one of their dimensions, all of a call over the mesh that it is given; call fully_shard for a module whose "
+        "parameters are to have another one"
     )
 
 

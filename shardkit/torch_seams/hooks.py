@@ -14,6 +14,8 @@ version. So what ``torch.autograd``'s functions call to run the engine is replac
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -352,3 +354,14 @@ def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
         elif depth > 0 and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
             found.extend(tensors_in(dict(vars(leaf)), depth - 1))
     return found
+
+
+def in_fields(function: AnyCallable, leaf: Tree) -> Tree:
+    """Returns a dataclass with the function applied to its fields; other objects as they are."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    made = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            object.__setattr__(made, field.name, function(getattr(leaf, field.name)))
+    return made

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ..backend import backend_for
 from ..errors import LifecycleError
 from ..torch_seams.compiling import not_compiled
+from ..torch_seams.hooks import in_fields
 
 __all__ = ["checkpoint_wrapper"]
 
@@ -381,7 +382,7 @@ def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
             return _Slot(len(tensors) - 1)
         if isinstance(leaf, PackedSequence):
             return _Packed(*(take_tensors(part, tensors) for part in leaf))
-        return _in_fields(lambda field: take_tensors(field, tensors), leaf)
+        return in_fields(lambda field: take_tensors(field, tensors), leaf)
 
     return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 
@@ -394,17 +395,6 @@ def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
             return tensors[leaf.index]
         if isinstance(leaf, _Packed):
             return PackedSequence(*(put_tensors(part, tensors) for part in leaf))
-        return _in_fields(lambda field: put_tensors(field, tensors), leaf)
+        return in_fields(lambda field: put_tensors(field, tensors), leaf)
 
     return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
-
-
-def _in_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
-    """Returns a dataclass with the function applied to its fields; other objects as they are."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    made = copy.copy(leaf)
-    for field in dataclasses.fields(leaf):
-        if hasattr(leaf, field.name):
-            object.__setattr__(made, field.name, function(getattr(leaf, field.name)))
-    return made

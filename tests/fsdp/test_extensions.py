@@ -235,6 +235,8 @@ def _refused(rank: int) -> None:
         fully_shard(Net(Unpadded, 7), dtensors=True)(_batch(0, rank))
     with pytest.raises(ConfigurationError, match="offloading is for plain parameters"):
         fully_shard(Net(InHalf), dtensors=True, offload=shardkit.OffloadPolicy(parameters=True))
+    with pytest.raises(ConfigurationError, match=r"'layers\.0\.weight', a InHalf, .* have no names"):
+        fully_shard(Net(InHalf), mesh=init_device_mesh("cpu", (1, 2)), dtensors=True)
     model = fully_shard(Net(InHalf), dtensors=True)
     for refused in (
         lambda: copy.deepcopy(model),

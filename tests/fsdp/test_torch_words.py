@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -400,7 +401,7 @@ def _refused(rank: int) -> None:
             {"shard_placement_fn": lambda p: Shard(1 - p.ndim)},
             r"Shard\(1\) for 'layers.0.2.weight': .* uneven",
         ),
-        ({"shard_placement_fn": lambda p: elsewhere}, r"over the mesh that it is given"),
+        ({"shard_placement_fn": lambda p: elsewhere}, r"it has another mesh"),
         ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
         ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
         ({"dtensors": True}, "containers that do not implement forward"),
@@ -617,12 +618,29 @@ class Typed(nn.Module):
         return x @ self.inner.weight.T
 
 
+@dataclass(frozen=True)
+class Fields:
+    x: torch.Tensor
+
+
+class Fielded(Typed):
+    def forward(self, fields: Fields) -> Fields:  # type: ignore[override]
+        return Fields(super().forward(fields.x))
+
+
 def _small_words(rank: int) -> None:
     half = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     model: Any = fully_shard(Typed(), mp_policy=half)
     x = torch.randn(2, 4)
     assert model(x).dtype == torch.bfloat16
     assert model.seen == [torch.float32]
+    # inputs and outputs in dataclasses are cast, the program's own object stays what it was
+    half = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    model, given = fully_shard(Fielded(), mp_policy=half), Fields(x)
+    found = model(given)
+    assert (model.seen, found.x.dtype, given.x.dtype) == ([torch.bfloat16], torch.float64, torch.float32)
+    found.x.sum().backward()
+    assert model.inner.weight.grad is not None
     # what is ignored stays whole, and each rank's own
     plain = Typed()
     model = Typed()
