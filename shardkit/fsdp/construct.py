@@ -395,7 +395,7 @@ def _check(found: Found) -> DeviceMesh | None:
     check_order(options.reduce, group.world_size, found.modules)
     if state.replicas is not None and state.replicas.world_size > 1:
         refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
-    if any(o.mesh is not None for o in found.originals):
+    if mesh_of(found.originals) is not None:
         refuse_other(
             options.reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up"
         )
