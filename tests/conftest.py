@@ -78,4 +78,9 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert not changed, f"environment variables changed: {sorted(changed)}"
     assert not dist.is_initialized(), "a process group is left over in the test's own process"
     left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    if left:  # of a library's pool, which ends when nobody refers to it
+        gc.collect()
+        for thread in left:
+            thread.join(5.0)
+        left = [t for t in left if t.is_alive()]
     assert not left, f"threads are left over: {left}"
