@@ -12,7 +12,6 @@ the end gradients are multiplied by that number, and divided by the sum of all w
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..backend import Group, Work
+from ..backend import Work
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..fsdp.construct import wake
@@ -29,59 +28,21 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..reduction.ordered import Rounds
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.hooks import NO_BACKWARD, BackwardState, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Args, Kwargs, Tree
 
 
-class _Follower(abc.ABC):
-    """What a way of sharding has to be asked for.
+class _FSDPFollower:
+    """What FSDP has to be asked for.
 
     Attributes:
         state: of backwards.
         rounds: counts backwards of a step, where the order of sums is fixed.
+        flats: what is sharded.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
-        has_order: this rank knows in which order the others gather and reduce.
-        flats: what FSDP has sharded.
     """
 
-    groups: Sequence[Group]
-    state: BackwardState
-    rounds: Rounds | None
-    flats: Sequence[FlatParam] = ()
-
-    @property
-    @abc.abstractmethod
-    def has_order(self) -> bool: ...
-
-    @property
-    @abc.abstractmethod
-    def all_have_order(self) -> bool:
-        """Whether so do all."""
-
-    @abc.abstractmethod
-    def note_order(self) -> None:
-        """All know it from the end of this micro-batch on."""
-
-    @abc.abstractmethod
-    def has_local_gradients(self) -> bool:
-        """Whether gradients of this rank wait for a reduction."""
-
-    @abc.abstractmethod
-    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
-        """Takes part in a micro-batch of the others (collective); in their forward by ``forward``, if it is given."""
-
-    @abc.abstractmethod
-    def reduce(self) -> None:
-        """Reduces what ``no_sync`` kept, on all ranks (collective)."""
-
-    @abc.abstractmethod
-    def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
-        """Parameters whose gradients are reduced, each with the factor from that to a sum over ranks over ``total``."""
-
-
-class _FSDPFollower(_Follower):
     def __init__(self, state: ShardingState) -> None:
         wake(state)
         self._state = state
@@ -94,27 +55,34 @@ class _FSDPFollower(_Follower):
 
     @property
     def has_order(self) -> bool:
+        """Whether this rank knows in which order the others gather and reduce."""
         return self._engine.has_order
 
     @property
     def all_have_order(self) -> bool:
+        """Whether all do."""
         return self._engine.all_have_order
 
     def note_order(self) -> None:
+        """Notes that all do from the end of this micro-batch on."""
         self._engine.all_have_order = True
 
     def has_local_gradients(self) -> bool:
+        """Whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
     def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
+        """Takes part in a micro-batch of the others (collective); in their forward by ``forward``, if it is given."""
         before = self._engine.set_accumulating([accumulating] * len(self._engine.units))
         self._engine.follow(forward)
         self._engine.set_accumulating(before)
 
     def reduce(self) -> None:
+        """Reduces what ``no_sync`` kept, on all ranks (collective)."""
         self._engine.reduce_now(everything=True)
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
+        """Lists parameters, each with the factor from its reduced gradient to a sum over ranks over ``total``."""
         found = []
         for unit in self._engine.units:
             copies = 1 if unit.replicas is None else unit.replicas.world_size
@@ -123,8 +91,11 @@ class _FSDPFollower(_Follower):
         return found
 
 
-class _ShardedDDPFollower(_Follower):
+class _ShardedDDPFollower:
+    """Answers the same of ShardedDDP."""
+
     has_order = all_have_order = True  # the buckets'
+    flats: Sequence[FlatParam] = ()
 
     def note_order(self) -> None:
         """There was nothing to learn."""
@@ -366,6 +337,7 @@ class uneven:
                 f'with order="fixed" a step has {rounds.microbatches} micro-batches, and all ranks have run {total:g} '
                 "inside of uneven(). Run as many, or change ReducePolicy(microbatches=...)"
             )
+        # what only the gradients from before have is no parameter that sat out
         for flat, were_unused in zip(self._by.flats, self._unused, strict=True):
             unused = flat.unused.originals
             for listing in flat.listings:
@@ -375,9 +347,9 @@ class uneven:
             p.grad = before if p.grad is None else p.grad.add_(before)
 
 
-def _follower_for(model: nn.Module) -> _Follower:
+def _follower_for(model: nn.Module) -> _FSDPFollower | _ShardedDDPFollower:
     state = state_of(model)
-    by: _Follower
+    by: _FSDPFollower | _ShardedDDPFollower
     if state is not None:
         by = _FSDPFollower(state)
     elif isinstance(model, ShardedDDP):
