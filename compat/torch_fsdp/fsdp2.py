@@ -11,6 +11,7 @@ Trainers that call torch's ``fully_shard`` run unchanged then. FSDPModule and th
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -23,7 +24,7 @@ from shardkit import fsdp as ours
 from shardkit.compat import install_in_children
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.state import state_of
-from shardkit.types import Kwargs, Tree
+from shardkit.types import AnyCallable, Kwargs, Tree
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
@@ -91,6 +92,10 @@ def install() -> None:
                 "before the first import of what calls it"
             )
     _replace(_OURS)
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState.__init__ = _with_plugin_on_cpus(AcceleratorState.__init__)
     install_in_children(__name__)
 
 
@@ -98,7 +103,32 @@ def uninstall() -> None:
     """Ends what :func:`install` began. What has been sharded or imported meanwhile stays what it is."""
     if is_installed():
         _replace(_torchs)
+        if "accelerate.state" in sys.modules:
+            from accelerate.state import AcceleratorState
+
+            AcceleratorState.__init__ = getattr(
+                AcceleratorState.__init__, "__wrapped__", AcceleratorState.__init__
+            )
         install_in_children(__name__, False)
+
+
+def _with_plugin_on_cpus(begin: AnyCallable) -> AnyCallable:
+    """Makes accelerate take its plug-in for FSDP2 where ranks are CPUs, too: it would take DDP there, in silence."""
+
+    @functools.wraps(begin)
+    def begin_with_plugin(self: Tree, *args: Tree, fsdp_plugin: Tree = None, **kwargs: Tree) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == "MULTI_CPU" and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
+            from accelerate.state import DistributedType, PartialState
+
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )  # from where it is read each time
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
+
+    return begin_with_plugin
 
 
 def is_installed() -> bool:

@@ -365,23 +365,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------ FSDP2's place
 def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) -> Any:
-    """Accelerate takes its plug-in on accelerators alone; here it is told that the CPU is one."""
     import accelerate.state as states
-    from accelerate.utils import DistributedType
     from torch.distributed.fsdp import FSDPModule
     from transformers import Trainer
 
     import shardkit.torch_fsdp2
 
-    begin = states.AcceleratorState.__init__
-
-    def told(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self.fsdp_plugin = kwargs.get("fsdp_plugin") or self.fsdp_plugin
-        self.distributed_type = DistributedType.FSDP
-        states.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    states.AcceleratorState.__init__ = told
     theirs = "transformers.distributed.fsdp"  # has torch's function from other tests; Trainer doesn't call it
     taken = {theirs: sys.modules.pop(theirs)} if theirs in sys.modules else {}
     shardkit.torch_fsdp2.install()
@@ -404,7 +393,6 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) 
     finally:
         shardkit.torch_fsdp2.uninstall()
         sys.modules.update(taken)
-        states.AcceleratorState.__init__ = begin
         states.AcceleratorState._reset_state(True)
 
 
