@@ -49,12 +49,15 @@ def _arguments(function: Any) -> list[tuple[str, Any, Any]]:
 
 # what fairscale's head has, after 0.4.13
 LATER = {"initialize_model_parallel": {"context_parallel_size", "cp_backend", "timeout"}}
+REDIRECTED = {"CheckpointFunction"}  # docs/PARITY.md says where to
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_signatures(name: str) -> None:
     for key, value in _public(theirs(name)).items():
         own = getattr(mine(name), key)
+        if key in REDIRECTED:
+            continue
         later = LATER.get(key, set())
         assert [a for a in _arguments(own) if a[0] not in later] == _arguments(value), key
         if inspect.isclass(value):
