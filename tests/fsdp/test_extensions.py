@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import tempfile
 from typing import Any
 
 import pytest
@@ -240,7 +241,7 @@ def _refused(rank: int) -> None:
     model = fully_shard(Net(InHalf), dtensors=True)
     for refused in (
         lambda: copy.deepcopy(model),
-        lambda: shardkit.save_training("nowhere", step=0, model=model),
+        lambda: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
     ):
         with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
             refused()

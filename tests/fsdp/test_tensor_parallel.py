@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ def _refused(rank: int) -> None:
     model = fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"], dtensors=True)
     for refused in (
         lambda: copy.deepcopy(model),
-        lambda: shardkit.save_training("nowhere", step=0, model=model),
+        lambda: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
         lambda: shardkit.WholeParameters(model, torch.optim.AdamW, lr=0.1),
         lambda: shardkit.AdaScale(torch.optim.SGD(model.parameters(), lr=0.1)),
         sharding_of(model).sharded_state_dict,
