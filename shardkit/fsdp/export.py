@@ -291,7 +291,7 @@ class _Part(NamedTuple):
 def _changed(
     flat: FlatParam, key: tuple[int, int], dtype: torch.dtype | None, on: int | None, since: SentWeights
 ) -> list[Change]:
-    """What is new in each original parameter of a flat one (collective); none on ranks that don't get it."""
+    """Finds what is new in each original parameter of a flat one (collective); nothing on ranks that don't get it."""
     group, layout = flat.group, flat.layout
     shard = _cast(flat.param.detach().view(-1), dtype)
     if not group.backend.has_storage:
@@ -344,7 +344,7 @@ def _add(
 
 
 def _run(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | None:
-    """What differs in a piece [n] that begins at element ``start``; all of it where that is less."""
+    """Finds what differs in a piece [n] that begins at element ``start``; all of it where that is less."""
     if before is None:
         return Run(start, None, now)
     bits = _BITS[now.element_size()]

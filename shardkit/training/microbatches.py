@@ -1,4 +1,4 @@
-"""What a micro-batch has of its own on any number of ranks: random numbers, and its place in a sum of losses."""
+"""Gives a micro-batch, on any number of ranks, random numbers of its own and its place in a sum of losses."""
 
 from __future__ import annotations
 

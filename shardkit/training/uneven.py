@@ -34,7 +34,7 @@ from ..types import Args, Kwargs, Tree
 
 
 class _FSDPFollower:
-    """What FSDP has to be asked for.
+    """Answers what has to be asked of FSDP.
 
     Attributes:
         state: of backwards.

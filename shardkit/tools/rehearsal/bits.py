@@ -19,7 +19,7 @@ from .report import Report
 from .running import rehearse
 
 
-class Held(NamedTuple):
+class RankPart(NamedTuple):
     """Values of one parameter that a rank has after a step: from ``start`` on, of ``numel`` in all."""
 
     start: int
@@ -27,12 +27,12 @@ class Held(NamedTuple):
     values: torch.Tensor
 
 
-Parts = dict[str, Held]
+Parts = dict[str, RankPart]
 
 
 @dataclass(frozen=True)
 class BitsReport:
-    """What runs on several numbers of ranks left.
+    """Compares what runs on several numbers of ranks have left.
 
     Attributes:
         reports: of each number of ranks.
@@ -110,7 +110,7 @@ def parts_of(optimizer: Optimizer) -> Parts:
             with as_plain(), torch.no_grad():
                 values = local_of(param).detach().reshape(-1).clone()
             if listing is None:
-                found[name] = Held(0, values.numel(), values)
+                found[name] = RankPart(0, values.numel(), values)
                 continue
             for item, start, rank, offset, numel, runs in listing.layout.pieces():
                 if rank == listing.group.rank:
@@ -119,7 +119,9 @@ def parts_of(optimizer: Optimizer) -> Parts:
                             f"bits of {name!r}, which is not cut between its rows, can't be told"
                         )
                     whole = ".".join(filter(None, (listing.path, listing.names[item])))
-                    found[whole] = Held(start, listing.layout.numels[item], values[offset : offset + numel])
+                    found[whole] = RankPart(
+                        start, listing.layout.numels[item], values[offset : offset + numel]
+                    )
     return found
 
 
