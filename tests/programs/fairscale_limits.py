@@ -222,7 +222,9 @@ FULLY_SHARDED: dict[str, Callable[[Program, Units, int], bool]] = {
     ),
     "a step after the full optimizer state was asked for": _steps_after_gathering,
     "local states into units below a fresh root": lambda p, u, w: (
-        len(u.params) > 1 and w > 1 and any(isinstance(s, Reload) and s.form == "local" for s in p.steps)
+        len(u.params) > 1
+        and (w > 1 or any(o.move_params_to_cpu or o.cpu_offload for _, o in p.units()))
+        and any(isinstance(s, Reload) and s.form == "local" for s in p.steps)
     ),
     "consolidating tied parameters": lambda p, u, w: (
         any(len(set(params.values())) < len(params) for params in u.params.values())
