@@ -22,7 +22,8 @@ from ..errors import ConfigurationError
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_split
-from .state import ShardingState, plain_name, summoned
+from .state import ShardingState, summoned
+from .state_dict import name_at, unsharded
 
 Names = Callable[[str], str | None] | Literal["hf"] | None
 
@@ -118,13 +119,14 @@ def checksum(values: torch.Tensor, first: int = 0) -> int:
 
     Sums of a tensor's parts, each with the place of its first element, add up to that of the tensor.
     """
-    bits, total = values.reshape(-1).view(_BITS[values.element_size()]), 0
+    bits = values.reshape(-1).view(_BITS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)  # read once: a device would be waited for
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
         at = torch.arange(first + start, first + start + part.numel(), device=part.device)
         mixed = (part + at * _ODD[0]) * _ODD[1]
-        total += int((mixed ^ (mixed >> 29)).sum())
-    return total % 2**64
+        total += (mixed ^ (mixed >> 29)).sum()
+    return int(total) % 2**64
 
 
 def export(
@@ -146,8 +148,9 @@ def _exported(
     on: int | None,
     since: SentWeights | None,
 ) -> Iterator[tuple[str, torch.Tensor | Change]]:
+    modules = list(root.door.named_modules(remove_duplicate=False))
     paths: dict[int, list[str]] = {}  # several, of a module that is shared
-    for path, m in root.door.named_modules(remove_duplicate=False):
+    for path, m in modules:
         paths.setdefault(id(m), []).append(path)
     for number, unit in enumerate(dict.fromkeys(state.unit for state in root.states())):
         found: dict[str, torch.Tensor | Change] = {}
@@ -164,7 +167,14 @@ def _exported(
                 found.update(_named(flat, changes if _is_here(root, on) else [], paths))
         yield from rename(found)
     if _is_here(root, on):
-        yield from rename(dict(_unsharded(root, paths, dtype)))
+        sharded = {id(listing.param) for listing in root.all_listings()}
+        sharded.update(
+            id(original.param) for flat in root.all_flats() for original in flat.originals
+        )  # summoned
+        rest = unsharded(modules, sharded)
+        yield from rename(
+            {n: _cast(t.detach(), dtype) if isinstance(t, nn.Parameter) else t for n, t in rest}
+        )
 
 
 def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since: SentWeights | None) -> None:
@@ -206,26 +216,7 @@ def _named(
     for original, value in zip(flat.originals, values, strict=False):
         for module, name in original.places:
             for path in paths.get(id(module), ()):
-                yield _name(path, name), value
-
-
-def _name(path: str, name: str) -> str:
-    return plain_name(f"{path}.{name}" if path else name)
-
-
-def _unsharded(
-    root: ShardingState, paths: Mapping[int, Sequence[str]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers, and parameters that are not sharded."""
-    listed = {id(listing.param) for listing in root.all_listings()}
-    listed.update(id(original.param) for flat in root.all_flats() for original in flat.originals)  # summoned
-    for m in root.door.modules():
-        for name, buffer in m._buffers.items():
-            if buffer is not None and name not in m._non_persistent_buffers_set:
-                yield from ((_name(path, name), buffer) for path in paths[id(m)])
-        for name, param in m._parameters.items():
-            if param is not None and id(param) not in listed:
-                yield from ((_name(path, name), _cast(param.detach(), dtype)) for path in paths[id(m)])
+                yield name_at(path, name), value
 
 
 class _Renaming:
@@ -352,18 +343,13 @@ def _run(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | No
     if not at.numel():
         return None
     last = torch.cat([at.new_zeros(1), at[:-1]])
-    bridges = ((at - last - 1).clamp(min=0)) // _MOST  # values sent unchanged before each
-    numel = at.numel() + int(bridges.sum())
+    each = 1 + ((at - last - 1).clamp(min=0)) // _MOST  # itself, and values sent unchanged before it
+    numel = int(each.sum())
     if numel * (1 + now.element_size()) >= now.nbytes:
         return Run(start, None, now)
     if numel > at.numel():
-        ends = (bridges + 1).cumsum(0)
-        step = torch.arange(1, numel + 1, device=at.device) - (ends - bridges - 1).repeat_interleave(
-            bridges + 1
-        )
-        at = torch.minimum(
-            last.repeat_interleave(bridges + 1) + _MOST * step, at.repeat_interleave(bridges + 1)
-        )
+        step = torch.arange(1, numel + 1, device=at.device) - (each.cumsum(0) - each).repeat_interleave(each)
+        at = torch.minimum(last.repeat_interleave(each) + _MOST * step, at.repeat_interleave(each))
     gaps = torch.diff(at, prepend=at.new_zeros(1)).to(torch.uint8)
     return Run(start, gaps, now[at])
 

@@ -270,10 +270,12 @@ class FlatParam:
     @property
     def is_outdated(self) -> bool:
         """Whether values that :meth:`keep` keeps are no longer the shard's, or of parameters that are trained now."""
-        now = self._seen == (self.param.dtype, self.param.device)
-        are_views = self.shards is None or self.shards.are_views()
-        memory = self.version, self.param.data_ptr()
-        return self.trains or self.kept_at != memory or not (now and are_views)
+        param = self.param
+        is_same = self.kept_at == (self.version, param.data_ptr()) and self._seen == (
+            param.dtype,
+            param.device,
+        )
+        return self.trains or not is_same or not (self.shards is None or self.shards.are_views())
 
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""

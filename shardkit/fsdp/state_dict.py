@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -115,17 +115,19 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
         before = paths[id(unit.door)]
         for flat in unit.flats:
             for name, pieces in _pieces_of(flat, unit.home):
-                found[_name(before, name)] = pieces
+                found[name_at(before, name)] = pieces
         for source, name in unit.shared_paths:
-            first = _name(before, source)
+            first = name_at(before, source)
             if first in found:
-                found[_name(before, name)] = found[first]
+                found[name_at(before, name)] = found[first]
     listed = {id(listing.param) for listing in state.all_listings()}
-    found.update((name, t) for name, t in _unsharded(state.door, listed) if name not in found)
+    for name, t in unsharded(state.door.named_modules(), listed):
+        found.setdefault(name, t.detach() if isinstance(t, nn.Parameter) else t)
     return found
 
 
-def _name(path: str, name: str) -> str:
+def name_at(path: str, name: str) -> str:
+    """Returns the name of what a module at this path has, without what wrapping added to it."""
     return plain_name(f"{path}.{name}" if path else name)
 
 
@@ -146,14 +148,17 @@ def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
         yield name, Pieces(original.shape, run, boxes)
 
 
-def _unsharded(door: nn.Module, shards: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, m in door.named_modules():
+def unsharded(
+    modules: Iterable[tuple[str, nn.Module]], sharded: Collection[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what these modules, by path, have in a state dict beside parameters with these ids."""
+    for path, m in modules:
         for name, buffer in m._buffers.items():
             if buffer is not None and name not in m._non_persistent_buffers_set:
-                yield _name(path, name), buffer
+                yield name_at(path, name), buffer
         for name, param in m._parameters.items():
-            if param is not None and id(param) not in shards:
-                yield _name(path, name), param.detach()
+            if param is not None and id(param) not in sharded:
+                yield name_at(path, name), param
 
 
 _NOTE = "shardkit_shard"  # in the metadata of a state dict
