@@ -133,7 +133,7 @@ class AcceleratorBackend(EagerBackend):
         return torch.device(self.device_type, module.current_device())
 
     def settle(self, device: torch.device) -> None:
-        """As ``model.to(rank)`` without ``set_device`` has it: collectives on device 0 of all ranks would never end."""
+        """Selects the device of ``model.to(rank)`` where nobody has: on device 0 of all ranks collectives never end."""
         if self._selected:
             return
         self._selected = True

@@ -160,7 +160,7 @@ def device_of(device_id: int | torch.device | None, backend: Backend) -> torch.d
 
 
 def compute_device(params: Iterable[nn.Parameter], offloads: bool, backend: Backend) -> torch.device | None:
-    """Where what is on the host is computed, if it stays there between steps; None: where it is."""
+    """Returns the device that computes with what stays on the host between steps; None: where it is."""
     if not offloads or backend.device_type == "cpu" or not backend.has_storage:
         return None
     return backend.device() if all(p.device.type == "cpu" for p in params) else None

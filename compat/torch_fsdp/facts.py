@@ -84,7 +84,7 @@ class TorchFacts(Door):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where parameters are gathered."""
+        """The device on which parameters are gathered."""
         return self._state.compute_device
 
     @property

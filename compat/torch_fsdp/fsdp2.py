@@ -55,7 +55,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """As torch's; of modules that are not sharded nothing changes."""
+    """Lets a method gather as torch's function does; of modules that are not sharded nothing changes."""
     if state_of(module) is not None:
         ours.register_fsdp_forward_method(module, method_name)
 

@@ -203,7 +203,7 @@ class FullyShardedDataParallel(OptimizerStates):
 
     # ------------------------------------------------------------ state dicts
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Of the kind that :meth:`set_state_dict_type` has set, full by default; names are the wrapped module's."""
+        """Returns what :meth:`set_state_dict_type` has set, full by default; names are the wrapped module's."""
         prefix = str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         destination = kwargs.get("destination", args[0] if args else None)
         before = set(destination or ())

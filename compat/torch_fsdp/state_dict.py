@@ -74,7 +74,7 @@ def _all(optimizers: Optimizers) -> list[Optimizer]:
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> StateDict:
-    """As torch's: DTensors, or full values with ``full_state_dict`` (with ``cpu_offload`` on the first rank alone)."""
+    """Returns torch's: DTensors, or full values by ``full_state_dict`` (with ``cpu_offload`` on rank 0 alone)."""
     if not _is_ours(model, options, submodules):
         return theirs.get_model_state_dict(model, submodules=submodules, options=options)
     with _as(model, options or StateDictOptions()):

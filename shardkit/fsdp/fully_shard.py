@@ -282,7 +282,7 @@ class InPlace:
     def enter_method(
         self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
     ) -> tuple[Args, Kwargs]:
-        """As forward, for a method that nobody tells of where it raises: it has where its frame is gone."""
+        """Enters as forward does, for a method that nobody tells of where it raises: it has where its frame is gone."""
         args, kwargs = self._enter(module, args, kwargs) or (args, kwargs)
         if self._method is None:
             self._method = method
