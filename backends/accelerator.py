@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group
+from shardkit.backend import Backend, Copy, Group
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
@@ -92,6 +92,31 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
+class StreamCopy(Copy):
+    """A copy on a stream of its own.
+
+    Args:
+        done: comes after it.
+        kept: memory that is in use until then.
+    """
+
+    __slots__ = ("_done", "_kept")
+
+    def __init__(self, done: torch.Event, kept: Sequence[torch.Tensor]) -> None:
+        self._done, self._kept = done, kept
+
+    def is_done(self) -> bool:
+        return bool(self._done.query())
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self._done)
+        self._kept = ()
+
+    def wait_on_host(self) -> None:
+        self._done.synchronize()
+        self._kept = ()
+
+
 class AcceleratorBackend(EagerBackend):
     """Tensors of one kind of accelerator.
 
@@ -105,6 +130,7 @@ class AcceleratorBackend(EagerBackend):
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)
         self._selected = False
+        self._copying: dict[bool, torch.Stream] = {}  # by whether it is to the host
 
     @property
     def _module(self) -> DeviceModule:
@@ -179,6 +205,31 @@ class AcceleratorBackend(EagerBackend):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
+        return self._copied(out, tensor, to_host=True)
+
+    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
+        return self._copied(out, tensor, to_host=False, at_once=at_once)
+
+    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
+        stream = self._copying.get(to_host)
+        if stream is None:
+            stream = self._copying[to_host] = torch.Stream(self.device())
+        if not at_once:
+            stream.wait_event(torch.accelerator.current_stream().record_event())
+        with stream:
+            out.copy_(tensor, non_blocking=True)
+        return StreamCopy(stream.record_event(), self._in_use(out, tensor, stream))
+
+    def _in_use(
+        self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+    ) -> Sequence[torch.Tensor]:
+        """Returns what is to be kept until a copy was waited for."""
+        return out, tensor
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device())

@@ -132,5 +132,12 @@ class CudaBackend(AcceleratorBackend):
     def _module(self) -> DeviceModule:
         return torch.get_device_module(self.device_type)  # type: ignore[return-value]
 
+    def _in_use(
+        self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+    ) -> Sequence[torch.Tensor]:
+        """Nothing: the allocators of the device and of pinned memory know of the stream."""
+        (out if out.is_cuda else tensor).record_stream(stream)
+        return ()
+
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return NcclGroup if serves == "nccl" else C10dGroup

@@ -58,6 +58,7 @@ class FlatParam:
         compute_device: device while gathered; None for the shard's own.
         post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
         compression: of what is gathered.
+        offloaded: the store where the shard is on the host; None for that of the device's shards.
 
     Attributes:
         shards: what modules list for the original parameters; None where ``param`` is listed.
@@ -89,7 +90,7 @@ class FlatParam:
         self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
         places: Sequence[Place], layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
-        compression: Compression | None = None,
+        compression: Compression | None = None, offloaded: type[Store] | None = None,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(names)
@@ -113,6 +114,7 @@ class FlatParam:
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._compression = compression
+        self.offloaded = offloaded
         self._settle(None)
         check_first_steps()
 

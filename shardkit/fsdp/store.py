@@ -65,6 +65,7 @@ from .originals import (
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
+    from .masters import Landing
 
 
 class State(Enum):
@@ -114,10 +115,12 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
+        landing: brings gradients to a shard on the host beside what is computed, where something does.
     """
 
     keeps_shapes = True
     joins: object = None
+    landing: Landing | None = None
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
@@ -335,7 +338,6 @@ def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
             yield from _tensors_in(list(value.values()), depth - 1)
 
 
-@final
 class Stored(Store):
     """One buffer whose memory is taken for gathering and given back; views of it come back to life with it.
 
@@ -553,7 +555,7 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     joined: dict[object, list[Stored]] = {}
     for store in stores:
         flat = store._flat
-        is_here = flat.on_gather is None and flat.param.device == store._device
+        is_here = flat.on_gather is None and (flat.param.device == store._device or store.landing is not None)
         if isinstance(store, Stored) and store.joins is not None and is_here:
             joined.setdefault(store.joins, []).append(store)
         else:
@@ -734,4 +736,6 @@ def _kind_for(flat: FlatParam) -> type[Store]:
         return flat.originals[0].store
     if is_whole(flat):
         return Whole
+    if flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
+        return flat.offloaded
     return Stored if backend.has_storage else Lazy
