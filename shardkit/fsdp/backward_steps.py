@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..optimizers.shards import listing_of
 from .flat_param import FlatParam
-from .masters import Landing
+from .landing import Landing
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ class _StepsByUnit:
             for group, given in zip(part.param_groups, optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in given.items() if name != "params"})
             if (landing := flat.store.landing) is not None:
-                landing.then = self._step
+                landing.then = partial(self._step, flat)
                 self._landings.append(landing)
 
     def end(self) -> None:

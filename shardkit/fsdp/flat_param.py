@@ -280,8 +280,12 @@ class FlatParam:
         return self.trains or not is_same or not (self.shards is None or self.shards.are_views())
 
     def drop(self) -> None:
-        """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
+        """Nobody needs the original parameters, or they are old: frees their memory.
+
+        Autograd refuses graphs that they were held for.
+        """
         self.store.release()
+        self.store.forget_copy()
         self.kept_at = None
         if self.held_at is not None:
             self.held_at = None

@@ -29,7 +29,7 @@ from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
-from .masters import Arriving
+from .landing import Arriving
 from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
@@ -205,7 +205,7 @@ class GradientPack(ABC):
             self._give(had, gradient.finish(), had_all)
         landing = self._flat.store.landing
         if landing is not None:
-            landing.landed(self._flat, bool(arriving))
+            landing.landed(bool(arriving))
 
     def _give(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         if self._note(had, had_all, result):

@@ -54,6 +54,7 @@ from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
+from .landing import Landing
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -65,7 +66,6 @@ from .originals import (
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
-    from .masters import Landing
 
 
 class State(Enum):
@@ -186,6 +186,10 @@ class Store(ABC):
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""
         self.state = RELEASED
+
+    def forget_copy(self) -> None:
+        """Somebody may have written to the shard around its version."""
+        return
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
