@@ -917,8 +917,8 @@ class Engine:
         for unit in units:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
                 unit.forget_reduction()
-        for unit in self._on_host:
-            unit.forget_reduction()
+        for pack in [pack for unit in self._on_host for pack in unit.packs]:
+            pack.forget()
         for unit in self.units:
             unit.drop_local_gradients()
             unit.release()
