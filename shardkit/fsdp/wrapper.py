@@ -116,6 +116,13 @@ class UnitModule(FlattenParamsWrapper):
         return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
 
 
+class _NotManaged(property):
+    """Is false to a compiler (torch 2.15's) that looks at the class and doesn't ask the property."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
 
@@ -183,7 +190,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
         return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
 
-    @property
+    @_NotManaged
     def _is_fsdp_managed_module(self) -> bool:
         """Torch's own FSDP, 1 and 2, sets this on all that it is about to manage, and its compiler reads it."""
         return False
