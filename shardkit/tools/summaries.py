@@ -122,13 +122,15 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
         sum(f.param.numel() * f.param.element_size() for f in flats),
         sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in flats),
         (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
-        _on_host(options.offload),
+        _on_host(options.offload, flats),
     )  # fmt: skip
 
 
-def _on_host(offload: OffloadPolicy) -> str:
+def _on_host(offload: OffloadPolicy, flats: Sequence[FlatParam]) -> str:
     found = ["masters, gradients and states"] if offload.masters else []
     found += ["parameters and gradients"] if offload.parameters else []
+    if not found and any(f.keeps_on_host and not f.trains for f in flats):
+        found = ["what is frozen"]
     return ", ".join(found + (["activations"] if offload.activations else []))
 
 
@@ -136,7 +138,7 @@ def _stays(state: ShardingState, is_root: bool) -> str:
     reshard = state.options.reshard
     if state.flats and all(f.store.is_whole for f in state.flats):
         return "always"
-    if state.unit.keeps_frozen and any(not f.trains for f in state.flats):
+    if reshard.frozen == "keep" and any(not f.trains for f in state.flats):
         return "what is frozen" if any(f.trains for f in state.flats) else "always"
     if reshard.after_forward is False or (is_root and not reshard.root):
         return "to backward"

@@ -370,7 +370,7 @@ class StreamsCopy(Copy):
         self._device = device
         self._flight = Flight(f"copies {way}", f"a copy {way}", [tensor], [out], places(), copy)
         with quiet():
-            spoil(out)
+            spoil(out.data)
         device.copied[way] += out.numel() * out.element_size()
         device.issue(self._flight, None)
 
