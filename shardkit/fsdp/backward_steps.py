@@ -64,46 +64,35 @@ class _StepsByUnit:
                 f"there before backward ends; it is for torch's {names_of_elementwise()}. Call step() after backward; "
                 "if it updates every element by itself: shardkit.declare_elementwise"
             )
-        self._params = [[*group["params"]] for group in optimizer.param_groups]
-        self._parts: dict[FlatParam, Optimizer] = {}
-        self._rest: list[list[nn.Parameter]] = []
+        self._listed = _listed(optimizer)
+        # by what they are of, of each group; under None what is sharded otherwise or not at all
+        found: dict[FlatParam | None, list[list[nn.Parameter]]] = {None: [[] for _ in self._listed]}
+        for k, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                listing = listing_of(param)
+                flat = None if listing is None or listing.flat.store.landing is None else listing.flat
+                found.setdefault(flat, [[] for _ in self._listed])[k].append(param)
+        self._rest = found.pop(None)
+        self._parts = {
+            flat: _part_of(optimizer, params) for flat, params in found.items() if flat is not None
+        }
         self._landings: list[Landing] = []
         self._stepped: set[FlatParam] = set()
-        flats = [[self._flat_of(p) for p in params] for params in self._params]
-        for flat in dict.fromkeys(flat for of_group in flats for flat in of_group if flat is not None):
-            self._parts[flat] = _part_of(optimizer, [
-                [p for p, of in zip(params, of_group, strict=True) if of is flat]
-                for params, of_group in zip(self._params, flats, strict=True)
-            ])  # fmt: skip
-        for params, of_group in zip(self._params, flats, strict=True):
-            self._rest.append([p for p, of in zip(params, of_group, strict=True) if of is None])
         if not self._parts:
             raise ConfigurationError(
                 "step_in_backward: the optimizer lists no shards on the host that the device has a copy of; shard with "
                 "offload=OffloadPolicy(masters=True), or call step() after backward"
             )
-        for flat in self._parts:
-            if flat.reduce.order is not None:
-                raise ConfigurationError(
-                    'step_in_backward with ReducePolicy(order="fixed"): a step waits for other micro-batches there; '
-                    "call step() after the last one"
-                )
-
-    @staticmethod
-    def _flat_of(param: nn.Parameter) -> FlatParam | None:
-        listing = listing_of(param)
-        return None if listing is None or listing.flat.store.landing is None else listing.flat
+        if any(flat.reduce.order is not None for flat in self._parts):
+            raise ConfigurationError(
+                'step_in_backward with ReducePolicy(order="fixed"): a step waits for other micro-batches there; call '
+                "step() after the last one"
+            )
 
     def are_of_others(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer lists other parameters by now, or they are elsewhere."""
-        now = [group["params"] for group in optimizer.param_groups]
-        return (
-            [len(params) for params in now] != [len(params) for params in self._params]
-            or any(
-                p is not q for a, b in zip(now, self._params, strict=True) for p, q in zip(a, b, strict=True)
-            )
-            or any(flat.store.landing is None for flat in self._parts)
-        )
+        is_moved = any(flat.store.landing is None for flat in self._parts)
+        return is_moved or _listed(optimizer) != self._listed
 
     def begin(self, optimizer: Optimizer) -> None:
         """Steps from now on follow each unit's gradient."""
@@ -150,6 +139,10 @@ class _StepsByUnit:
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
+
+
+def _listed(optimizer: Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _part_of(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Optimizer:

@@ -119,7 +119,8 @@ def equal(one: list[Numbers], other: list[Numbers]) -> None:
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_training_on_the_device_to_the_bit(door: str, world_size: int, compute: Any) -> None:
     pool = rank_pool(world_size, "gloo" if door == "dtensors" else "simulated")
-    options = {"precision": PrecisionPolicy(compute=compute), "reshard": ReshardPolicy(prefetch=2)}
+    reshard = ReshardPolicy() if compute is None else ReshardPolicy(prefetch=2, frozen="host")
+    options = {"precision": PrecisionPolicy(compute=compute), "reshard": reshard}
     truth = pool.run(train, door, options)
     for early in (False, True):
         equal(pool.run(train, door, {**options, "offload": MASTERS}, early), truth)
