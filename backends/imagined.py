@@ -9,11 +9,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from .checked_group import CheckedGroup, Sizes, check_members
 from .eager import Host
 
 
@@ -47,7 +46,7 @@ class ImaginedBackend(Host):
         raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
 
 
-class ImaginedGroup(CheckedGroup):
+class ImaginedGroup(Group):
     """Carries nothing; what ranks say about themselves is the same on all."""
 
     def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -14,11 +13,9 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import cast
 
 from shardkit.errors import ConfigurationError, RankFailedError
@@ -26,7 +23,7 @@ from shardkit.launching.started import note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.watchdog import begin_job, end_job, fail_job
-from .spawning import Name, environment
+from .spawning import Name, Pool, environment
 
 START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
@@ -126,7 +123,7 @@ def leave_ranks() -> None:
 
 
 # ---------------------------------------------------------------- in the process that starts them
-class RankPool:
+class RankPool(Pool):
     """``world_size`` rank processes that stay alive between calls.
 
     After a failure or a timeout all ranks are ended, and the next call starts new ones.
@@ -135,8 +132,7 @@ class RankPool:
         backend: one whose ranks are processes ("gloo", "cuda", ...).
         start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.
-        timeout: seconds a call may take; None: no limit.
-        start_timeout: seconds in which the ranks have to be ready; None: no limit.
+        timeout, start_timeout: as of any :class:`~shardkit.backends.spawning.Pool`.
         environment: variables set in the ranks.
     """
 
@@ -150,18 +146,13 @@ class RankPool:
         start_timeout: float | None = START_SECONDS,
         environment: dict[str, str] | None = None,
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
-        self.world_size = world_size
-        self.timeout = timeout
-        self._start_timeout = start_timeout
+        super().__init__(world_size, timeout, start_timeout)
         self._backend, self._start = backend, start
         self._environment = dict(environment or {})
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
         self._names: list[Name] = []
         self._store: object = None  # kept, not asked for anything
-        _pools.add(self)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """``fn(rank, *args)`` on every rank; each rank's result.
@@ -292,23 +283,6 @@ class RankPool:
             name.close()
         self._processes, self._connections, self._names = [], [], []
         self._store = None
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(kill=error is not None)
-
-
-_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close(kill=True)
 
 
 def _packed(fn: AnyCallable, args: Args) -> bytes:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Work, WorkThen
+from shardkit.backend import DONE, ReduceOp, Sizes, Work, WorkThen, check_member, check_members
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import T
 
@@ -42,7 +42,6 @@ from .c10d.connections import process_group_over
 from .c10d.group import C10dGroup
 from .c10d.payloads import NUMBERS, as_bytes, as_real
 from .c10d.stream_group import StreamGroup, is_even
-from .checked_group import Sizes, check_member, check_members
 from .objects import as_tensor
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"

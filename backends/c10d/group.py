@@ -19,11 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.backend import DONE, Backend, ReduceOp, Sizes, Work, check_members, size_of
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
-from ..checked_group import Sizes, check_members, size_of
 from ..diagnosis.calls import AGREEMENT, Call, CallFacts
 from ..diagnosis.job_store import NoAnswer
 from ..diagnosis.stack_report import uncounted
@@ -112,6 +111,7 @@ class C10dGroup(ObjectsOverTensors):
     ends_at_exit = True
     _ops = OPS
     _dtypes = NUMBERS  # that it can carry
+    _work: type[C10dWork] = C10dWork
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class C10dGroup(ObjectsOverTensors):
         call = (self._name, self._sequence, operation, numel, label)
         self._watch.issued[self._name] = self._sequence
         self._watch.recent.append(call)
-        work = C10dWork(self, works, call, after)
+        work = self._work(self, works, call, after)
         if not async_op:
             work.wait()
         return work

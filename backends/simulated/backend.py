@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shardkit.backend import Backend, Group, register_rank_provider
+from shardkit.backend import Backend, Group, is_group, register_rank_provider, size_of
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from ..checked_group import is_group, size_of
 from ..eager import Host
 from .group import Line, SimulatedGroup
 from .rank_threads import RankThreads

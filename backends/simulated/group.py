@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardkit.backend import Backend, ReduceOp, Work
+from shardkit.backend import Backend, ReduceOp, Sizes, Work, check_members
 from shardkit.errors import OutOfStepError
 from shardkit.types import Tree
 
 from ..c10d.call_order import ORDERED_CHANNELS
-from ..checked_group import Sizes, check_members
 from ..diagnosis.calls import Call
 from ..objects import ObjectsOverBytes
 from . import collectives

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members, is_group, size_of
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from ..checked_group import Sizes, check_members, is_group, size_of
 from ..objects import ObjectsOverBytes
 from .collectives import Groups
 from .meeting import ReplicaCall

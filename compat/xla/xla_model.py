@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardkit.checkpoint.files.writing import save as write_whole
+from shardkit.internal.averaging import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
 from shardkit.xla.ranks import current_backend, is_first_of_host, names_of, rank_and_world_size
-from shardkit.xla.reducing_oss import average_gradients
 
 __getattr__ = names_of("torch_xla.core.xla_model")
 
@@ -88,12 +88,12 @@ def optimizer_step(
         ConfigurationError: the parameters are shards of FSDP, whose gradients are means already.
     """
     backend = current_backend()
+    params = [p for g in optimizer.param_groups for p in g["params"]]
     if xrt_world_size() > 1:
-        params = [p for g in optimizer.param_groups for p in g["params"]]
         refuse_shards(params, "xm.optimizer_step", "Call optimizer.step(): FSDP has averaged the gradients")
     if groups is not None or backend.name == "xla":
         import torch_xla.core.xla_model as original
 
         return original.optimizer_step(optimizer, barrier, optimizer_args or {}, groups, pin_layout)
-    average_gradients((p for g in optimizer.param_groups for p in g["params"]), backend.group())
+    average_gradients(params, backend.group().channel("gradients"))
     return optimizer.step(**(optimizer_args or {}))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.backend import backend_of_job
-from shardkit.backends.checked_group import size_of
+from shardkit.backend import backend_of_job, size_of
 from shardkit.backends.imagined import RanksInName
 from shardkit.compat.redirected import redirected, redirected_names
 from shardkit.errors import ConfigurationError, without_arguments

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit import backend as backends
-from shardkit.backend import Group, get_backend
-from shardkit.backends.checked_group import is_group
+from shardkit.backend import Group, get_backend, is_group
 from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices

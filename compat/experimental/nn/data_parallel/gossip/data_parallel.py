@@ -17,13 +17,14 @@ from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
+from shardkit.internal.averaging import average_gradients, average_together
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
 from shardkit.types import ProcessGroup, StateDict, Tree
 
 from .gossiper import Gossiper, PushPull, PushSum
 from .graph_manager import GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
-from .slow_momentum import SlowMomentum, average_gradients, average_together
+from .slow_momentum import SlowMomentum
 from .utils import flatten_tensors, unflatten_tensors
 
 

@@ -17,53 +17,6 @@ from shardkit.backend import Group, ReduceOp
 from shardkit.errors import ConfigurationError
 from shardkit.types import ParamGroup, StateDict
 
-BUCKET_NUMEL = 2**23
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for t in tensors:
-        bucket = kinds.setdefault((t.dtype, t.device), [])
-        bucket.append(t)
-        if sum(b.numel() for b in bucket) >= BUCKET_NUMEL:
-            yield kinds.pop((t.dtype, t.device))
-    yield from kinds.values()
-
-
-@torch.no_grad()
-def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
-    """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
-    for bucket in _buckets(tensors):
-        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
-        group.all_reduce(flat, op=ReduceOp.AVG, label=label)
-        _write(flat, bucket)
-
-
-@torch.no_grad()
-def average_gradients(params: Iterable[torch.Tensor], group: Group) -> None:
-    """Each gradient becomes the mean over all ranks; one that a rank lacks counts as zero, and is left out only where
-    all ranks lack it."""
-    for bucket in _buckets(params):
-        missing = {p for p in bucket if p.grad is None}
-        for p in missing:
-            p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in bucket if p.grad is not None]
-        there = torch.tensor([float(p not in missing) for p in bucket])
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), there.to(gradients[0])])
-        group.all_reduce(flat, op=ReduceOp.AVG, label="gradients")
-        _write(flat[: -len(bucket)], gradients)
-        if missing:
-            found = dict(zip(bucket, flat[-len(bucket) :].tolist(), strict=True))
-            for p in missing:
-                if found[p] == 0:
-                    p.grad = None
-
-
-def _write(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    for t, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        t.copy_(new.view(t.shape))
-
 
 class _Piece(NamedTuple):
     values: torch.Tensor  # [n], a view
