@@ -44,7 +44,8 @@ class StreamWork(C10dWork):
     __slots__ = ()
 
     def __init__(self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: After) -> None:
-        self._group, self._works, self._call, self._after = group, works, call, after  # as the base, without its call
+        # as the base's, without a call of it
+        self._group, self._works, self._call, self._after = group, works, call, after
         if group._watch.failed_elsewhere:
             group._watch.raise_failure(Call(*call))
 

@@ -110,9 +110,6 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Makes ``fairscale`` and ``fairscale.version``; for all else, puts shardkit's module in place."""
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in ("fairscale", "fairscale.version"):

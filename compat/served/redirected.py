@@ -150,7 +150,7 @@ _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they ar
 def _new_name(fullname: str) -> str:
     """Tells where a module that has moved is now; "" for all others."""
     root, *parts = fullname.split(".")
-    for length in range(1, len(parts) + 1):
+    for length in range(len(parts), 0, -1):  # what is further in may have moved elsewhere
         if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):
             return ".".join([_ROOT, there, *parts[length:]])
     return ""
@@ -189,18 +189,12 @@ class _Moved(Loader):
     def __init__(self, there: str) -> None:
         self._there = there
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self._there)
 
 
 class _TableLoader(Loader):
     """Fills a module from the table."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
 
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{_ROOT}.")

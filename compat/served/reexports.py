@@ -15,7 +15,9 @@ MOVED = {
     "evaluation": "training.evaluation",
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
-    "extra.dynamic_loss_scaler": "experimental.optim.dynamic_loss_scaler",
+    "experimental.nn.data_parallel.gossip.utils.helpers": "experimental.nn.data_parallel.gossip.utils",
+    "experimental.optim.dynamic_loss_scaler": "experimental.optim",
+    "extra.dynamic_loss_scaler": "experimental.optim",
     "extra.gossip": "experimental.nn.data_parallel.gossip",
     "extra.layerwise_gradient_scaler": "optim.layerwise_gradient_scaler",
     "experimental.tooling.memory_tracker": "experimental.tooling.layer_memory_tracker",
@@ -24,6 +26,7 @@ MOVED = {
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
     "fair_dev.testing.models": "fair_dev.testing.testing",
+    "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
     "out_of_memory": "training.out_of_memory",
@@ -31,6 +34,7 @@ MOVED = {
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
     "torch_fsdp2": "torch_fsdp.fsdp2",
+    "utils": "internal",
     "utils.testing": "fair_dev.testing.testing",
     "whole_parameters": "training.whole_parameters",
 }
@@ -56,7 +60,6 @@ _HOMES = {
     "experimental.nn.distributed_pipeline.loss": "DistributedLoss",
     "experimental.nn.distributed_pipeline.partition_handler": "DistributedPipelineRecord, PartitionHandler",
     "experimental.nn.distributed_pipeline.pipeline": "DistributedPipeline",
-    "experimental.optim": "DynamicLossScaler, OptState, _all_finite, _gradients",
     "experimental.wgit": "Algo, ExitCode, RepoStatus, __version_tuple__",
     "experimental.wgit.pygit": "PyGit",
     "experimental.wgit.repo": "Repo",
@@ -64,9 +67,7 @@ _HOMES = {
     "experimental.wgit.signal_sparsity": "SignalSparsity, random_sparse_mask",
     "experimental.wgit.signal_sparsity_profiling": "EnergyConcentrationProfile",
     "fair_dev": "DATASET_CACHE_ROOT",
-    "fair_dev.testing.testing":
-    "dist_init, find_tensor_by_shape, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, "
-    "spawn_for_all_world_sizes, teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
+    "fair_dev.testing.testing": "find_tensor_by_shape",
     "flattening.bucket": "Bucket, GradBucket, ParamBucket",
     "flattening.flat_parameter": "FlatParameter, ParamGroups",
     "flattening.keys": "WRAPPED, no_key_translation",
@@ -82,7 +83,13 @@ _HOMES = {
     "internal.params": "Workhandle, calc_grad_norm, get_global_rank",
     "internal.reduce_scatter_bucketer": "ReduceScatterBucketer, enable_nccl_base_collectives",
     "model_parallel.groups":
-    "VocabUtility, divide_and_check_no_remainder, ensure_divisibility, split_tensor_along_last_dim",
+    "VocabUtility, destroy_model_parallel, divide_and_check_no_remainder, ensure_divisibility, "
+    "get_context_parallel_group, get_context_parallel_rank, get_context_parallel_ranks, "
+    "get_context_parallel_world_size, get_data_parallel_group, get_data_parallel_rank, "
+    "get_data_parallel_ranks, get_data_parallel_world_size, get_model_parallel_group, "
+    "get_model_parallel_rank, get_model_parallel_src_rank, get_model_parallel_world_size, "
+    "get_pipeline_parallel_group, get_pipeline_parallel_ranks, initialize_model_parallel, "
+    "model_parallel_is_initialized, split_tensor_along_last_dim",
     "model_parallel.layers":
     "ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, "
     "initialize_affine_weight",
@@ -97,10 +104,6 @@ _HOMES = {
     "nn.data_parallel": "FullyShardedDataParallel, fsdp_optim_utils",
     "nn.data_parallel.fsdp_facts": "TrainingState, check_param_counts_before_sharding, is_singleton_tensor",
     "nn.misc": "_post_state_dict_hook, _pre_load_state_dict_hook",
-    "nn.model_parallel.initialize":
-    "destroy_model_parallel, get_data_parallel_rank, get_model_parallel_group, get_model_parallel_rank, "
-    "get_model_parallel_world_size, get_pipeline_parallel_group, get_pipeline_parallel_ranks, "
-    "initialize_model_parallel",
     "nn.moe": "MOELayer, gumbel_map",
     "nn.pipe": "microbatch",
     "nn.pipe.async_pipeline": "AsyncPipeline",
@@ -154,15 +157,9 @@ REEXPORTED = {
     "group_by_dtype, make_logger, unflatten_tensors",
     "experimental.nn.data_parallel.gossip.gossiper": "GraphManager, MixingManager, UniformMixing",
     "experimental.nn.data_parallel.gossip.mixing_manager": "GraphManager, MixingManager, UniformMixing",
-    "experimental.nn.data_parallel.gossip.utils":
-    "MultiProcessAdapter, communicate, create_process_group, flatten_tensors, group_by_dtype, make_logger, "
-    "unflatten_tensors",
     "experimental.nn.data_parallel.gossip.utils.cuda_metering":
     "DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, create_event_recorder, "
     "deque_with_max_len_fixed",
-    "experimental.nn.data_parallel.gossip.utils.helpers":
-    "HANDLER_AND_LEVEL_SET, MultiProcessAdapter, communicate, create_process_group, flatten_tensors, "
-    "group_by_dtype, make_logger, unflatten_tensors",
     "experimental.nn.distributed_pipeline": "DistributedLoss, DistributedPipeline, PipelineModulesGraph",
     "experimental.nn.distributed_pipeline.graph": "DataConsumer",
     "experimental.nn.distributed_pipeline.partition_handler":
@@ -173,7 +170,6 @@ REEXPORTED = {
     "torch_version",
     "experimental.nn.distributed_pipeline.trace": "PipelineModulesGraph",
     "experimental.nn.sync_batchnorm": "is_checkpointing, is_recomputing, torch_version",
-    "experimental.optim.dynamic_loss_scaler": "DynamicLossScaler, OptState, _all_finite, _gradients",
     "experimental.tooling.layer_memory_tracker": "FullyShardedDataParallel",
     "experimental.wgit": "EnergyConcentrationProfile, Repo, SignalSparsity, random_sparse_mask",
     "experimental.wgit.cli": "Repo, __version_tuple__ as version",
@@ -183,13 +179,8 @@ REEXPORTED = {
     "experimental.wgit.utils": "Algo, ExitCode, RepoStatus",
     "experimental.wgit.version": "__version_tuple__",
     "fair_dev.common_paths": "DATASET_CACHE_ROOT",
-    "fair_dev.testing.spawning":
-    "dist_init, get_worker_map, get_world_sizes, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
-    "teardown, temp_files_ctx, test_runner, torch_spawn, worker_process",
     "fair_dev.testing.testing":
-    "destroy_model_parallel, dist_init, get_worker_map, "
-    "get_world_sizes, initialize_model_parallel, make_cudnn_deterministic, rmf, spawn_for_all_world_sizes, "
-    "teardown, temp_files_ctx, test_runner, torch_spawn, torch_version, worker_process",
+    "destroy_model_parallel, initialize_model_parallel, torch_version",
     "fair_dev.testing.testing_memory": "find_tensor_by_shape",
     "internal.object": "pyobject_to_tensor, tensor_to_pyobject",
     "internal.params": "recursive_copy_to_device",
@@ -221,6 +212,13 @@ REEXPORTED = {
     "nn.model_parallel.cross_entropy":
     "VocabUtility, get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size, "
     "vocab_parallel_cross_entropy",
+    "nn.model_parallel.initialize":
+    "destroy_model_parallel, ensure_divisibility, get_context_parallel_group, get_context_parallel_rank, "
+    "get_context_parallel_ranks, get_context_parallel_world_size, get_data_parallel_group, "
+    "get_data_parallel_rank, get_data_parallel_ranks, get_data_parallel_world_size, "
+    "get_model_parallel_group, get_model_parallel_rank, get_model_parallel_src_rank, "
+    "get_model_parallel_world_size, get_pipeline_parallel_group, get_pipeline_parallel_ranks, "
+    "initialize_model_parallel, model_parallel_is_initialized",
     "nn.model_parallel.layers":
     "ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, VocabUtility, "
     "initialize_affine_weight as _initialize_affine_weight, copy_to_model_parallel_region, "
@@ -289,18 +287,6 @@ REEXPORTED = {
     "optim.utils": "Workhandle, calc_grad_norm, get_global_rank",
     "training_checkpoints.handles": "Handle",
     "training_checkpoints.rank_states": "TakesRankStates",
-    "utils.containers":
-    "apply_to_tensors, apply_to_type, from_np, pack_kwargs, split_non_tensors, to_np, unpack_kwargs, "
-    "unpack_non_tensors",
-    "utils.object": "pyobject_to_tensor, tensor_to_pyobject",
-    "utils.parallel":
-    "ProcessGroupName, chunk_and_pad, enable_pytorch_sync_bn, get_process_group_cached, "
-    "validate_process_group",
-    "utils.params": "Workhandle, calc_grad_norm, get_global_rank, recursive_copy_to_device",
-    "utils.reduce_scatter_bucketer":
-    "ReduceScatterBucketer, enable_nccl_base_collectives, internal.reduce_scatter_bucketer.Bucket",
-    "utils.state_dict": "find_module_instances, replace_by_prefix_",
-    "utils.version": "torch_version",
 }
 # fmt: on
 

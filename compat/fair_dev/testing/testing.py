@@ -22,12 +22,12 @@ from torch.multiprocessing.spawn import spawn
 
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
-from shardkit.nn.model_parallel.initialize import (
+from shardkit.model_parallel.groups import (
     destroy_model_parallel,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
 from shardkit.types import AnyCallable, Args, Tree
 
 filename_mpi: str | None = None
