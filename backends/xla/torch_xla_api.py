@@ -30,6 +30,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
+from shardkit.backend import not_compiled
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, StateDict, Tree
 
@@ -136,15 +137,8 @@ _F = TypeVar("_F", bound=AnyCallable)
 
 
 def _outside_of_graphs(function: _F) -> _F:
-    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between.
-
-    What ``torch.compiler.disable`` does, without the import of the compiler.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    mark: Any = function
-    mark._torchdynamo_disable = mark._torchdynamo_disable_recursive = True
+    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between."""
+    mark: Any = not_compiled(function)
     mark._torchdynamo_disable_msg = (
         "on a CPU, replicas run collectives between graphs; leave out fullgraph=True"
     )

@@ -18,9 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 
-from shardkit.errors import ConfigurationError, ShardkitError
+from shardkit.errors import ConfigurationError
 
 _DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64",
@@ -85,16 +84,7 @@ def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        status = _COMMANDS[options.what](options)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # "| head" has seen enough
-        sys.stderr.close()
-        return 0
-    except (ShardkitError, OSError) as error:
-        print(f"shardkit ckpt {options.what}: {error}", file=sys.stderr)
-        return 2
+    return _COMMANDS[options.what](options)
 
 
 def _ls(options: argparse.Namespace) -> int:

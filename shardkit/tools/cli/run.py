@@ -19,8 +19,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from shardkit.errors import ConfigurationError
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -68,17 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shardkit.tools.run import launcher
 
-    try:
-        names = {field.name for field in fields(launcher.RunOptions)}
-        given = {name: value for name, value in vars(options).items() if name in names}
-        given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
-        given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
-        if options.ranks is None:
-            given["ranks"] = _accelerators()
-        return launcher.run(launcher.RunOptions(**given))
-    except ConfigurationError as error:
-        print(f"shardkit run: {error}", file=sys.stderr)
-        return 2
+    names = {field.name for field in fields(launcher.RunOptions)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
+    given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
+    if options.ranks is None:
+        given["ranks"] = _accelerators()
+    return launcher.run(launcher.RunOptions(**given))
 
 
 def _accelerators() -> int:
