@@ -8,7 +8,7 @@ knows is served (:class:`OfTorch`). Those of which more is known are classes lik
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from shardkit.backend import Backend, Group
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.types import ProcessGroup
 
 from .c10d.group import C10dGroup, KnownGroups
 from .c10d.stream_group import LibraryGroup
 from .eager import EagerBackend
-from .processes import START_SECONDS, launch_processes
+from .processes import StartsProcesses
 
 
 class EventTimer:
@@ -41,8 +41,8 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
-class AcceleratorBackend(EagerBackend):
-    """Tensors of one kind of accelerator.
+class AcceleratorBackend(EagerBackend, StartsProcesses):
+    """Tensors of one kind of accelerator, one process for each device.
 
     Attributes:
         advice: what to do where there is no such device.
@@ -138,37 +138,17 @@ class AcceleratorBackend(EagerBackend):
         """Sets the state of this rank's device, uint8."""
         torch.get_device_module(self.device_type).set_rng_state(state, self.device())
 
-    def launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:
-        """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
-
-        Raises:
-            ConfigurationError: fewer devices than ranks.
-            RankFailedError: the first failing rank's error, at once.
-        """
+    def _check_ranks(self, world_size: int) -> None:
         count = self.device_count()
         if world_size > count:
             raise ConfigurationError(
                 f"{world_size} ranks need {world_size} {self.device_type.upper()} devices, {count} are visible; launch "
                 "fewer ranks, or use backend='gloo' on the CPU"
             )
-        environment = self._environment_of_ranks(world_size)
-        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
 
     def device_count(self) -> int:
         """Counts those that this process sees."""
         return torch.accelerator.device_count() if self.is_available() else 0
-
-    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
-        return {}
 
 
 class OfTorch(AcceleratorBackend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members
-from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.errors import ConfigurationError
+from shardkit.types import ProcessGroup, T
 
 from .eager import Host
 
@@ -33,17 +33,6 @@ class ImaginedBackend(Host):
 
     def group(self, process_group: ProcessGroup = None) -> ImaginedGroup:
         return self._group
-
-    def launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = None,
-    ) -> list[T]:
-        raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
 
 
 class ImaginedGroup(Group):

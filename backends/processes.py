@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
+from shardkit.backend import Backend, get_backend
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.launching.started import note
 from shardkit.types import AnyCallable, Args, T
@@ -99,8 +100,6 @@ def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
     """
     import torch
     import torch.distributed as dist
-
-    from shardkit.backend import get_backend
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -327,16 +326,34 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def launch_processes(
-    fn: Callable[..., T],
-    world_size: int,
-    args: Args,
-    backend: str,
-    timeout: float | None,
-    start_timeout: float | None,
-    environment: dict[str, str] | None = None,
-) -> list[T]:
-    with RankPool(
-        world_size, backend, timeout=timeout, start_timeout=start_timeout, environment=environment
-    ) as pool:
-        return pool.run(fn, *args)
+# ---------------------------------------------------------------- backends
+class StartsProcesses(Backend):
+    """A backend whose ranks are processes."""
+
+    def launch(
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
+        start_timeout: float | None = START_SECONDS,
+    ) -> list[T]:
+        """See :meth:`shardkit.backend.Backend.launch`.
+
+        Raises:
+            ConfigurationError: fewer devices than ranks.
+        """
+        self._check_ranks(world_size)
+        with RankPool(
+            world_size, self.name, timeout=timeout, start_timeout=start_timeout,
+            environment=self._environment_of_ranks(world_size),
+        ) as pool:  # fmt: skip
+            return pool.run(fn, *args)
+
+    def _check_ranks(self, world_size: int) -> None:
+        """Raises ConfigurationError where this machine can't have so many."""
+
+    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
+        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
+        return {}

@@ -503,7 +503,6 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def set_rng_state(self, state: Tensor) -> None: ...
 
-    @abc.abstractmethod
     def launch(
         self,
         fn: Callable[..., T],
@@ -519,7 +518,9 @@ class Backend(abc.ABC):
 
         Raises:
             RankFailedError: the first failing rank's error, at once; no process is left behind.
+            BackendError: this backend starts no ranks.
         """
+        raise BackendError(f"ranks of backend {self.name!r} can't be launched; use backend='simulated'")
 
 
 _BUILT_IN = {
