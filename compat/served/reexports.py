@@ -246,6 +246,7 @@ REEXPORTED = {
 }
 # fmt: on
 
+
 def origins(path: str) -> dict[str, tuple[str, str]]:
     """Finds where each name is that a module has from elsewhere, and what it is called there."""
     found = {}
