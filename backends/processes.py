@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,7 +19,7 @@ from typing import cast
 
 from shardkit.backend import Backend, get_backend
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.launching.started import note
+from shardkit.launching.started import end_with_parent, note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.watchdog import begin_job, end_job, fail_job
@@ -30,17 +29,9 @@ START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
 _CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError")
 _GRACE_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 # ---------------------------------------------------------------- in a rank
-def _die_with_parent() -> None:
-    """Has the kernel end this process with its parent (Linux; elsewhere an idle rank ends at the closed pipe)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _serve(
     connection: Connection,
     rank: int,
@@ -51,7 +42,7 @@ def _serve(
     variables: dict[str, str],
 ) -> None:
     """Runs what comes over the pipe until it closes."""
-    _die_with_parent()
+    end_with_parent()  # elsewhere than on Linux an idle rank ends at the closed pipe
     os.environ.update(variables)
     note(0)  # a launch within the rank starts ranks of its own
     try:
@@ -345,10 +336,11 @@ class StartsProcesses(Backend):
             ConfigurationError: fewer devices than ranks.
         """
         self._check_ranks(world_size)
-        with RankPool(
-            world_size, self.name, timeout=timeout, start_timeout=start_timeout,
-            environment=self._environment_of_ranks(world_size),
-        ) as pool:  # fmt: skip
+        variables = self._environment_of_ranks(world_size)
+        pool = RankPool(
+            world_size, self.name, timeout=timeout, start_timeout=start_timeout, environment=variables
+        )
+        with pool:
             return pool.run(fn, *args)
 
     def _check_ranks(self, world_size: int) -> None:

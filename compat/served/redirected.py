@@ -46,14 +46,10 @@ class _RedirectedMeta(type):
         raise RedirectedError(f"{getattr(cls, MARK)} (read: {attribute})")
 
 
-def _message(name: str, instead: str, why: str) -> str:
-    return f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
-
-
-def _place(name: str) -> tuple[str, str]:
-    """Path of the module under shardkit and the name within it."""
-    module, _, short = name.rpartition(".")
-    return f"shardkit.{module}" if module else "shardkit", short
+def _told(name: str, instead: str, why: str) -> tuple[str, str, str]:
+    """Returns the path of the module under shardkit, the name within it, and what is said on use."""
+    module, _, short = f"{_ROOT}.{name}".rpartition(".")
+    return module, short, f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
 
 
 def redirected(name: str, instead: str, *, why: str) -> type:
@@ -64,8 +60,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
         instead: what to take, as users would write it, e.g. ``"torch.distributed.pipelining.PipelineStage"``.
         why: the reason in half a sentence, without a full stop.
     """
-    module, short = _place(name)
-    message = _message(name, instead, why)
+    module, short, message = _told(name, instead, why)
 
     def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)
@@ -82,8 +77,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
 
 def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., NoReturn]:
     """Returns a function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
-    module, short = _place(name)
-    message = _message(name, instead, why)
+    module, short, message = _told(name, instead, why)
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)

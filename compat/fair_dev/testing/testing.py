@@ -259,16 +259,11 @@ def rmf(filename: str) -> None:
 @contextlib.contextmanager
 def temp_files_ctx(num: int) -> Iterator[tuple[str, ...]]:
     """Makes that many empty temporary files, which are deleted afterwards."""
-    names = []
-    for _ in range(num):
-        handle, name = tempfile.mkstemp()
-        os.close(handle)
-        names.append(name)
-    try:
-        yield tuple(names)
-    finally:
-        for name in names:
-            rmf(name)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(k)) for k in range(num)]
+        for file in files:
+            file.touch()
+        yield tuple(map(str, files))
 
 
 def get_worker_map() -> dict[int, str]:

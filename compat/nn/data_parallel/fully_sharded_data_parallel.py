@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import backend_of_job, size_of
 from shardkit.backends.imagined import RanksInName
-from shardkit.compat.redirected import redirected, redirected_names
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError, without_arguments
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
@@ -25,13 +25,6 @@ from shardkit.types import Args, Kwargs, ProcessGroup, StateDict, Tree
 from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
 
 __getattr__ = redirected_names(__name__)
-
-
-OffloadConfig = redirected(
-    "nn.data_parallel.fully_sharded_data_parallel.OffloadConfig",
-    "FullyShardedDataParallel(move_params_to_cpu=True)",
-    why="fairscale itself dropped it in 0.4.11",
-)
 
 
 # What the wrapper shows as it was passed.
