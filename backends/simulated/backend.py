@@ -38,17 +38,11 @@ class SimulatedBackend(Host):
                     "backend='simulated') and build sharded objects inside fn"
                 )
             return here
-        size = size_of(process_group)
-        if size is not None:
-            if size == 1:
-                return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
-            raise ConfigurationError(
-                f"a {type(process_group).__name__} of {size} ranks can't communicate between simulated "
-                "ranks; pass a shardkit group (Group.new_group) or None for all ranks"
-            )
+        if size_of(process_group) == 1:
+            return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
         raise ConfigurationError(
-            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group or None for all "
-            "ranks"
+            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group "
+            "(Group.new_group) or None for all ranks"
         )
 
     def launch(

@@ -151,15 +151,15 @@ def scatter(outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
         output.copy_(piece.reshape(output.shape))
 
 
-def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors]) -> None:
+def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors], label: str = "") -> None:
     """``outputs[rank][source]`` becomes ``inputs[source][rank]``."""
     for receiver, pieces in enumerate(outputs):
         for sender, piece in enumerate(pieces):
             sent = inputs[sender][receiver]
             if sent.numel() != piece.numel():
                 raise OutOfStepError(
-                    f"in all_to_all rank {sender} sends {sent.numel()} elements to rank {receiver}, which expects "
-                    f"{piece.numel()} (ranks within the group)"
+                    f"in all_to_all {label!r} rank {sender} sends {sent.numel()} elements to rank {receiver}, which "
+                    f"expects {piece.numel()} (ranks within the group)"
                 )
     for receiver, pieces in enumerate(outputs):
         for sender, piece in enumerate(pieces):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardkit.backend import Backend, ReduceOp, Sizes, Work, check_members
-from shardkit.errors import OutOfStepError
 from shardkit.types import Tree
 
 from ..c10d.call_order import ORDERED_CHANNELS
@@ -59,7 +58,8 @@ class SimulatedWork(Work):
         return self._meeting.over
 
     def wait(self) -> None:
-        self._group._wait(self._meeting, self._call)
+        group = self._group
+        group._threads.wait(group.ranks[group.rank], self._meeting, self._call)
 
     def result(self) -> Tree:
         """Returns what the last rank's ``finish`` returned."""
@@ -109,9 +109,6 @@ class SimulatedGroup(ObjectsOverBytes):
         if not async_op:
             work.wait()
         return work
-
-    def _wait(self, meeting: Meeting, call: Call) -> None:
-        self._threads.wait(self.ranks[self.rank], meeting, call)
 
     @property
     def issued(self) -> int:
@@ -188,19 +185,11 @@ class SimulatedGroup(ObjectsOverBytes):
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
-            outputs, inputs, comes, goes = zip(*brought, strict=True)
-            for i, j in ((i, j) for i in range(self.world_size) for j in range(self.world_size)):
-                if goes[i][j] != comes[j][i]:
-                    raise OutOfStepError(
-                        f"in all_to_all {label!r} rank {i} sends {goes[i][j]} elements to rank {j}, which expects "
-                        f"{comes[j][i]} (ranks within the group)"
-                    )
-            collectives.all_to_all(
-                [o.split(sizes) for o, sizes in zip(outputs, comes, strict=True)],
-                [i.split(sizes) for i, sizes in zip(inputs, goes, strict=True)],
-            )
+            outputs, inputs = zip(*brought, strict=True)
+            collectives.all_to_all(outputs, inputs, label)
 
-        return self._carry("all_to_all", input, label, (), (output, input, come, go), finish, async_op)
+        pieces = output.detach().split(come), input.detach().split(go)
+        return self._carry("all_to_all", input, label, (), pieces, finish, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:

@@ -8,6 +8,7 @@ have reached, and for anything else that another rank brings.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import sys
@@ -15,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -38,27 +39,30 @@ from .places import SourceLine, here, place_of_error
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 
 
-class Awaited(Protocol):
+class Awaited(abc.ABC):
     """Something that a rank can wait for.
 
     Attributes:
         error: why it can't come any more: an exception's class and message.
     """
 
-    error: tuple[type[ShardkitError], str] | None
+    error: tuple[type[ShardkitError], str] | None = None
 
     @property
+    @abc.abstractmethod
     def over(self) -> bool:
         """It came to its end, good or bad."""
 
     def fail(self, what: str) -> None:
         """Nobody will bring it."""
+        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
 
     def release(self) -> bool:
         """No rank can go on: whether this one may, without it."""
+        return False
 
 
-class Condition:
+class Condition(Awaited):
     """Something that another rank makes true.
 
     Args:
@@ -69,7 +73,6 @@ class Condition:
     """
 
     def __init__(self, holds: Callable[[], bool], optional: bool = False) -> None:
-        self.error: tuple[type[ShardkitError], str] | None = None
         self.released = False
         self._holds, self._optional = holds, optional
 
@@ -81,11 +84,8 @@ class Condition:
         self.released = self.released or self._optional
         return self.released
 
-    def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
 
-
-class Meeting:
+class Meeting(Awaited):
     """One collective, from the first rank that arrives to the last.
 
     Args:
@@ -93,7 +93,6 @@ class Meeting:
 
     Attributes:
         done: all have arrived, and the result is there.
-        error: why it can't be done any more: an exception's class and message.
         given_up: how often each rank that has arrived had given up before.
         result: what ``finish`` returned on the last rank to arrive.
     """
@@ -101,7 +100,6 @@ class Meeting:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.result: object = None
-        self.error: tuple[type[ShardkitError], str] | None = None
         self.done = False
         self.given_up: dict[int, int] = {}
         self._calls: dict[int, Call] = {}  # by global rank
@@ -111,11 +109,7 @@ class Meeting:
 
     @property
     def over(self) -> bool:
-        """It came to its end, good or bad."""
         return self.done or self.error is not None
-
-    def release(self) -> bool:
-        return False
 
     def missing(self) -> set[int]:
         return set(self.ranks) - self._calls.keys()
@@ -170,7 +164,7 @@ class Meeting:
         return f"{said}, with {', '.join(differing)}" if differing else said
 
     def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
+        super().fail(what)
         self._brought.clear()
 
 
