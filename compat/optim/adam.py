@@ -125,8 +125,10 @@ class Adam(torch.optim.Optimizer):
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in allowed:
                 del self.param_groups[-1]
-                raise ConfigurationError(f"{self.precision} is for parameters of {allowed}; one of shape "
-                                         f"{tuple(p.shape)} is {p.dtype}")  # fmt: skip
+                raise ConfigurationError(
+                    f"{self.precision} is for parameters of {allowed}; one of shape "
+                    f"{tuple(p.shape)} is {p.dtype}"
+                )
         if self.mixed_precision:
             self._build_fp32_params(self.param_groups[-1]["params"])
 

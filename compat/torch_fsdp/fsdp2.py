@@ -35,10 +35,13 @@ _torchs: Kwargs = {
 }
 # where torch itself has them; whoever else has them already keeps them, and is told so
 _HOMES = (
-    "torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed.pipelining.stage",
-)  # fmt: skip
+)
 
 
 @functools.wraps(_torchs["fully_shard"])

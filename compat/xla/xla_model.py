@@ -52,8 +52,11 @@ def master_print(*args: object, local: bool = False, flush: bool = False, **kwar
 
 
 def save(
-    data: Tree, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
-) -> None:  # fmt: skip
+    data: Tree,
+    file_or_path: str | os.PathLike[str] | IO[bytes],
+    master_only: bool = True,
+    global_master: bool = False,
+) -> None:
     """Saves the data as CPU tensors on the first rank of each machine.
 
     With ``global_master`` on rank 0 alone, with ``master_only=False`` on every rank that calls. A path gets the whole

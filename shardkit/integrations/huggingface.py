@@ -86,9 +86,12 @@ class _Attached:
         return original(*args, **kwargs)
 
     def prepare_model(
-        self, original: AnyCallable, model: nn.Module, device_placement: bool | None = None,
+        self,
+        original: AnyCallable,
+        model: nn.Module,
+        device_placement: bool | None = None,
         evaluation_mode: bool = False,
-    ) -> nn.Module:  # fmt: skip
+    ) -> nn.Module:
         """Sharded models get accelerate's autocast, and no wrapper of its own."""
         if not evaluation_mode:
             self._shard(model)

@@ -245,9 +245,12 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         """
         group = self._state.group
         found: ShardMetadata = {
-            "shard_info": {}, "flatten_info": {}, "buffer_info": {},
-            "world_size": group.world_size, "rank": group.rank,
-        }  # fmt: skip
+            "shard_info": {},
+            "flatten_info": {},
+            "buffer_info": {},
+            "world_size": group.world_size,
+            "rank": group.rank,
+        }
         shared: dict[str, str] = {}
         for path, m in self._holders(every_name=True):
             path = in_state_dict(path)

@@ -71,13 +71,19 @@ def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument("--model-only", action="store_true", help="the model's state dict and nothing else")
     convert.add_argument("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
     convert.add_argument(
-        "--buffer", action="append", default=[], metavar="NAME",
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="--ranks: a tensor that is a buffer (or a pattern of names), which is not cut",
-    )  # fmt: skip
+    )
     convert.add_argument(
-        "--tied", action="append", default=[], metavar="NAME=OTHER",
+        "--tied",
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
         help="two names of one weight, as lm_head.weight=model.embed_tokens.weight, where SRC doesn't tell",
-    )  # fmt: skip
+    )
     convert.add_argument(
         "--overwrite", action="store_true", help="DST may be there; it is replaced at the end"
     )

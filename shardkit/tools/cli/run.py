@@ -34,9 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)"
     )
     parser.add_argument(
-        "--min-ranks", dest="least", type=int, metavar="MIN_RANKS",
+        "--min-ranks",
+        dest="least",
+        type=int,
+        metavar="MIN_RANKS",
         help="ranks on each machine to go on with, when one has failed twice (default: all)",
-    )  # fmt: skip
+    )
     parser.add_argument("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     parser.add_argument(
@@ -50,14 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "three of them; shardkit trace explains it",
     )
     parser.add_argument(
-        "--grace", type=float, default=60, metavar="SECONDS",
+        "--grace",
+        type=float,
+        default=60,
+        metavar="SECONDS",
         help="to save and end after SIGTERM; then a page says where ranks stand, and they are ended (default: 60)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--stuck-after", type=float, default=3600, metavar="SECONDS",
+        "--stuck-after",
+        type=float,
+        default=3600,
+        metavar="SECONDS",
         help="ranks hang when none has made a step of an optimizer or printed anything for so long: that is a failure, "
         "which --restarts answers (default: 3600; 0: never)",
-    )  # fmt: skip
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
