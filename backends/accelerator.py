@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group
+from shardkit.backend import Backend, Group, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import ProcessGroup
 
@@ -41,6 +41,21 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
+class StreamCopy(Work):
+    """A copy on a stream of its own."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+
 class AcceleratorBackend(EagerBackend, StartsProcesses):
     """Tensors of one kind of accelerator, one process for each device.
 
@@ -54,6 +69,7 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)
         self._selected = False
+        self._copies: torch.Stream | None = None
 
     def is_available(self) -> bool:
         known = torch.accelerator.current_accelerator(check_available=True)
@@ -123,6 +139,14 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        if self._copies is None:
+            self._copies = torch.Stream(target.device)
+        self._copies.wait_stream(torch.accelerator.current_stream(target.device))  # who had the memory before
+        with self._copies:
+            target.copy_(source, non_blocking=True)
+            return StreamCopy(self._copies.record_event())
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device())

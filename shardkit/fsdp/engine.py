@@ -30,6 +30,7 @@ gathered anew in each forward, for between forwards the shards change.
 
 [Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first
 gather counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
+With ``frozen="host"`` what the first gather brought is copied to the host, and later ones copy it back.
 
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
