@@ -27,11 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-<<<<<<< HEAD
-from shardkit.backend import Backend, Group, ReduceOp, Sizes, Work
-=======
-from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
->>>>>>> main
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
