@@ -44,7 +44,7 @@ class ImaginedGroup(Group):
         self.rank, self.world_size = 0, len(self.ranks)
 
     def _carry(self, operation: str, tensor: Tensor, async_op: bool, label: str) -> Work:
-        """Called by each collective."""
+        """Does what each collective does."""
         return DONE
 
     def channel(self, name: str) -> ImaginedGroup:

@@ -145,7 +145,7 @@ class RankPool(Pool):
         self._store: object = None  # kept, not asked for anything
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """``fn(rank, *args)`` on every rank; each rank's result.
+        """Calls ``fn(rank, *args)`` on every rank; returns each rank's result.
 
         Args:
             fn: an importable function (it travels by name).

@@ -164,7 +164,7 @@ class ProcessTime:
         self.cpu = self.slept = 0.0
 
     def seconds(self) -> float:
-        """Up to now; to be asked about once a second."""
+        """Counts up to now; to be asked about once a second."""
         now = time.monotonic()
         passed, self._last = now - self._last, now
         state, cpu = _state(self._pid)

@@ -88,7 +88,7 @@ class Work(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once; says so without waiting."""
+        """Says whether :meth:`wait` would return at once, without waiting."""
 
 
 class WorkThen(Work):
@@ -161,7 +161,7 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
-        """A sub-group of these group ranks, in ascending order (collective over this group); None on ranks outside."""
+        """Makes a sub-group of these ranks, in ascending order (collective over this group); None on ranks outside."""
 
     @not_compiled
     def all_gather_into(
@@ -290,7 +290,7 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def abort(self, why: str = ...) -> None:
-        """An error took this rank out of what all do together: others that wait for it fail soon instead of waiting.
+        """Notes that an error took this rank out of what all do together: others that wait for it fail soon.
 
         Those that have to wait anyway look for this, so it costs nothing where all ranks raise the same. It is
         forgotten when this rank issues a collective again.
@@ -299,13 +299,13 @@ class Group(OutsideGraphs, abc.ABC):
     # ------------------------------------------------------------ what a backend implements
     @abc.abstractmethod
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """[S] -> [N]"""
+        """Gathers [S] to [N]."""
 
     @abc.abstractmethod
     def _reduce_scatter(
         self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
-        """[N] -> [S]"""
+        """Reduces [N] to [S]."""
 
     @abc.abstractmethod
     def _all_to_all(
@@ -318,7 +318,7 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool,
         label: str,
     ) -> Work:
-        """[sum(go)] -> [sum(come)]; ``even``: no sizes were given, so that ranks know each other's."""
+        """Sends [sum(go)], receives [sum(come)]; ``even``: no sizes were given, so that ranks know each other's."""
 
     @abc.abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
@@ -410,7 +410,7 @@ def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
 
 
 def is_group(thing: object) -> TypeGuard[Group]:
-    """Whether it is one of our groups, or wraps one."""
+    """Says whether it is one of our groups, or wraps one."""
     return callable(getattr(thing, "all_gather_into", None))
 
 
@@ -442,7 +442,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine has such a device, and what it needs is installed."""
+        """Says whether this machine has such a device, and what it needs is installed."""
 
     @abc.abstractmethod
     def device(self) -> torch.device:
@@ -655,7 +655,7 @@ def _serving(device_type: str) -> Backend | None:
 
 
 def _be_heard(_: BaseException) -> None:
-    """An error is noted before the first object of ours exists: others may wait in that one's construction."""
+    """Notes an error before the first object of ours exists: others may wait in that one's construction."""
     dist = torch.distributed
     is_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     if is_gloo and "gloo" not in _instances:

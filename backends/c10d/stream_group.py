@@ -50,7 +50,7 @@ class StreamWork(C10dWork):
             group._watch.raise_failure(Call(*call))
 
     def wait(self) -> None:
-        """Work issued from now on in the current stream sees the result."""
+        """Lets work that is issued from now on in the current stream see the result."""
         try:
             for work in self._works:
                 work.wait()
@@ -82,7 +82,7 @@ class StreamGroup(C10dGroup):
         return watch
 
     def _probe(self, call: Call) -> None:
-        """Nothing: a send would have to be received."""
+        """Does nothing: a send would have to be received."""
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:

@@ -116,7 +116,7 @@ class SimulatedGroup(ObjectsOverBytes):
 
     # ------------------------------------------------------------ groups
     def between(self, source: int, destination: int, tag: int) -> SimulatedGroup:
-        """Two ranks of the group, of which this is one, for what goes from the first to the second."""
+        """Makes a group of two ranks, of which this is one, for what goes from the first to the second."""
         line = self._line.between(source, destination, tag)
         return SimulatedGroup(self.backend, self._threads, line, 0 if self.rank == source else 1)
 
@@ -140,7 +140,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
 
     def among(self, members: Sequence[int], name: str) -> SimulatedGroup:
-        """These ranks, of which this is one, without a word to the others; they all call it by the same name."""
+        """Makes a group of these ranks, this one among them, without a word to others; they all give it the same name."""
         line = self._line.named(members, name)
         if name not in self._channels:
             self._channels[name] = SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))

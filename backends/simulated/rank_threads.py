@@ -51,14 +51,14 @@ class Awaited(abc.ABC):
     @property
     @abc.abstractmethod
     def over(self) -> bool:
-        """It came to its end, good or bad."""
+        """Says whether it came to its end, good or bad."""
 
     def fail(self, what: str) -> None:
-        """Nobody will bring it."""
+        """Notes that nobody will bring it."""
         self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
 
     def release(self) -> bool:
-        """No rank can go on: whether this one may, without it."""
+        """Says, where no rank can go on, whether this one may without it."""
         return False
 
 
@@ -130,7 +130,7 @@ class Meeting(Awaited):
         brought: Tree,
         finish: Finish,
     ) -> None:
-        """``rank`` is here; the last one does the work for all.
+        """Notes that ``rank`` is here; the last one does the work for all.
 
         Args:
             terms: what has to be equal on all ranks.
@@ -201,7 +201,7 @@ def ranks_by(values: Mapping[int, Tree]) -> dict[Tree, list[int]]:
 
 
 def said_of(ranks: list[int], text: str) -> str:
-    """``ranks 1, 2 are in ...`` of ``is in ...``."""
+    """Makes ``ranks 1, 2 are in ...`` of ``is in ...``."""
     verb, _, rest = text.partition(" ")
     if len(ranks) > 1:
         verb = {"is": "are", "has": "have", "runs,": "run,"}.get(verb, verb)
@@ -209,7 +209,7 @@ def said_of(ranks: list[int], text: str) -> str:
 
 
 def named(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 1, 2``, ``ranks 1 to 63``."""
+    """Writes ``rank 3``, ``ranks 1, 2``, ``ranks 1 to 63``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
@@ -262,7 +262,7 @@ class RankThreads:
 
     # ------------------------------------------------------------ from the thread that starts them
     def run(self, fn: Callable[..., T], args: Args, timeout: float | None) -> list[T]:
-        """``fn(rank, *args)`` on every rank, each with a copy of ``args``; the results in rank order."""
+        """Calls ``fn(rank, *args)`` on every rank, each with a copy of ``args``; returns results in rank order."""
         results: dict[int, T] = {}
         before = host_random_states()
         self._threads = [
@@ -335,7 +335,7 @@ class RankThreads:
             self._pass_on()
 
     def _end(self, why: str) -> None:
-        """Every rank stops when it communicates next."""
+        """Lets every rank stop when it communicates next."""
         self._ended = self._ended or why
         for gate in self._gates:
             gate.release()
@@ -370,7 +370,7 @@ class RankThreads:
         finish: Finish,
         size: int = 0,
     ) -> None:
-        """``rank`` issues its part of a collective over ``size`` bytes."""
+        """Issues the part of ``rank`` in a collective over ``size`` bytes."""
         if self._threads and threading.current_thread() is not self._threads[rank]:
             raise ConfigurationError(
                 f"rank {rank}: {call.describe()} was called from {threading.current_thread().name!r}; only the thread "
@@ -418,7 +418,7 @@ class RankThreads:
             raise kind(text)
 
     def give_up(self, rank: int, why: str) -> None:
-        """Nobody waits for ``rank`` in what is in flight, but for ranks that gave up as often and have gone on."""
+        """Lets nobody wait for ``rank`` in what is in flight, but for ranks that gave up as often and have gone on."""
         self._given_up[rank] += 1
         times = self._given_up[rank]
         self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
@@ -467,7 +467,7 @@ class RankThreads:
 
     @contextlib.contextmanager
     def away(self, rank: int) -> Iterator[None]:
-        """``rank``, whose thread calls this, waits for something that is no rank's word: others run meanwhile."""
+        """Lets others run while ``rank``, whose thread calls this, waits for something that is no rank's word."""
         states = host_random_states()
         with self._turns:
             self._away.add(rank)
@@ -485,7 +485,7 @@ class RankThreads:
             set_host_random_states(states)
 
     def is_mine(self, rank: int) -> bool:
-        """Whether the calling thread is the one that runs this rank."""
+        """Says whether the calling thread is the one that runs this rank."""
         return bool(self._threads) and threading.current_thread() is self._threads[rank]
 
     def _pass_on(self) -> None:

@@ -59,7 +59,7 @@ class _HostPickler(pickle.Pickler):
 
 
 def pack(obj: object, *, to_host: bool = False) -> bytes:
-    """``obj`` pickled; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
+    """Pickles ``obj``; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
     file = io.BytesIO()
     _HostPickler(file, _same if to_host else _here).dump(obj)
     return file.getvalue()
@@ -73,7 +73,7 @@ def unpack(data: bytes) -> Tree:
 
 
 def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
-    """Entry point of the child process; never returns."""
+    """Runs in the child process, as its entry point; never returns."""
     os.setpgid(0, 0)  # what programs start, data loaders' workers for one, ends with this process
     os.register_at_fork(
         after_in_child=connection.close
@@ -194,7 +194,7 @@ def _replica(
 
 
 def replica_environment(world_size: int) -> dict[str, str]:
-    """Environment variables that the runtime of ``world_size`` replicas needs from its start on."""
+    """Lists environment variables that the runtime of ``world_size`` replicas needs from its start on."""
     # A collective blocks a thread of the runtime, and the default is one thread a core.
     threads = str(4 * world_size)
     return {
@@ -239,7 +239,7 @@ class ReplicaPool(Pool):
         self._name: Name | None = None
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU."""
+        """Calls ``fn(rank, *args)`` on every replica; returns results in rank order, their XLA tensors on the CPU."""
         job = pickle.dumps((fn, args))
         connection = self._connected()
         try:

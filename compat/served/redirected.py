@@ -132,7 +132,7 @@ def _imported(path: str, name: str) -> Tree:
 
 
 def is_redirected(thing: object) -> bool:
-    """Whether a class or function was made here (subclasses of users don't count)."""
+    """Says whether a class or function was made here (subclasses of users don't count)."""
     return isinstance(thing, type | FunctionType) and MARK in vars(thing)
 
 
@@ -201,6 +201,6 @@ _FINDER = _TableFinder()
 
 
 def serve() -> None:
-    """From here on the modules of the table can be imported. A second call changes nothing."""
+    """Makes the modules of the table importable from here on. A second call changes nothing."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

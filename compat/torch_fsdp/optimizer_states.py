@@ -93,12 +93,12 @@ class OptimizerStates(TorchFacts):
         rank0_only: bool = True,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """:meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
+        """Returns :meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
         return _full(model, optim, None, rank0_only, True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
-        """:meth:`optim_state_dict` with SHARDED_STATE_DICT."""
+        """Returns :meth:`optim_state_dict` with SHARDED_STATE_DICT."""
         return _sharded(model, optim, None, True)
 
     @staticmethod
@@ -190,7 +190,7 @@ def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
 
 
 def _plain(state: SavedState) -> StateDict:
-    """State by names, without what wrapping added to them."""
+    """Returns state by names, without what wrapping added to them."""
     return {plain_name(name): values for name, values in state.items() if isinstance(name, str)}
 
 
@@ -211,7 +211,7 @@ def _gathered(
 def _full(
     model: nn.Module, optim: Optimizer, state: StateDict | None, rank0_only: bool, on_cpu: bool
 ) -> StateDict:
-    """Full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
+    """Gathers full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
 
     def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part if on_cpu else part.to(like.device)

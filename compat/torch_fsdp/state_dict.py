@@ -56,7 +56,7 @@ def _is_ours(
 
 @contextlib.contextmanager
 def _as(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    """Inside, state dicts of the model are as options of torch's functions say."""
+    """Makes state dicts of the model as options of torch's functions say, inside of it."""
     first, on_cpu = options.full_state_dict and options.cpu_offload, options.cpu_offload
     full = FullStateDictConfig(on_cpu, first), FullOptimStateDictConfig(on_cpu, first)
     cut = ShardedStateDictConfig(on_cpu), ShardedOptimStateDictConfig(on_cpu)

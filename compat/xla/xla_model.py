@@ -28,12 +28,12 @@ def get_ordinal(defval: int = 0) -> int:
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Number of ranks; 1 outside of a job."""
+    """Returns the number of ranks; 1 outside of a job."""
     return rank_and_world_size()[1]
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank of its machine, or (``local=False``) of the job."""
+    """Says whether this is the first rank of its machine, or (``local=False``) of the job."""
     return is_first_of_host() if local else get_ordinal() == 0
 
 
@@ -46,7 +46,7 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def master_print(*args: object, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
-    """``print`` on rank 0, or (``local``) on the first rank of each machine."""
+    """Prints on rank 0, or (``local``) on the first rank of each machine."""
     if is_master_ordinal(local):
         print(*args, flush=flush, **kwargs)
 

@@ -126,7 +126,7 @@ class ZeroRedundancyOptimizer(OSS):
     # ------------------------------------------------------------ facts
     @property
     def base_optimizer(self) -> Optimizer:
-        """The inner optimizer with this rank's rows of every parameter, which are views of what it updates.
+        """Returns the inner optimizer, with this rank's rows of every parameter, which are views of what it updates.
 
         Of an optimizer that gets whole parameters, that one.
         """
@@ -189,7 +189,7 @@ class ZeroRedundancyOptimizer(OSS):
         param.grad = None
 
     def remove_hooks(self) -> None:
-        """From now on, gradients stay where autograd puts them."""
+        """Lets gradients stay where autograd puts them, from now on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -279,7 +279,7 @@ class ZeroRedundancyOptimizer(OSS):
         return found
 
     def whole_state_dict(self) -> StateDict:
-        """The whole optimizer's state, on every rank (collective); loads at any world size and into a plain one."""
+        """Returns the whole optimizer's state on every rank (collective); loads at any world size and into a plain one."""
         self._check_inited()
         return super().state_dict(all_ranks=True)
 

@@ -39,13 +39,13 @@ def _reduced_dims(input: torch.Tensor) -> list[int]:
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[C] -> [1, C, 1, ...], to be used beside an input."""
+    """Views [C] as [1, C, 1, ...], to be used beside an input."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 @torch.no_grad()
 def batch_statistics(input: torch.Tensor, group: Group) -> Statistics:
-    """Mean and variance of each channel over all ranks; every rank calls it, also with an empty batch.
+    """Returns mean and variance of each channel over all ranks; every rank calls it, also with an empty batch.
 
     One collective: each rank's mean and variance, which are combined with Chan's formula. E[x²] - E[x]², which sums
     alone would give, loses all digits where the mean is large.

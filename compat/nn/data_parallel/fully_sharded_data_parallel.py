@@ -183,7 +183,7 @@ class FullyShardedDataParallel(FairscaleFacts):
             yield (name if self.flatten_parameters and self._state.summoned is None else clean(name)), param
 
     def extra_repr(self) -> str:
-        """World size and the main options."""
+        """Shows world size and the main options."""
         text = (
             f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
             f"mixed_precision={self.mixed_precision}, "

@@ -176,7 +176,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         self.register_load_state_dict_post_hook(end_loading_shards)
 
     def _holders(self, every_name: bool = False) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
-        """Path and object of this wrapper and those below."""
+        """Lists path and object of this wrapper and those below."""
         for path, m in self.named_modules(remove_duplicate=not every_name):
             if isinstance(m, XlaFullyShardedDataParallel):
                 yield path, m
@@ -197,7 +197,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def full_params(self) -> list[nn.Parameter]:
-        """The parameters of the module that this wrapper shards, one by one (also if they are flattened).
+        """Lists the parameters of the module that this wrapper shards, one by one (also if they are flattened).
 
         ``_has_full_param`` of each says whether it is gathered.
         """
@@ -205,7 +205,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def full_param_infos(self) -> list[tuple[str, nn.Module, str]]:
-        """Path of the module, module and attribute of each of :attr:`full_params`."""
+        """Lists path of the module, module and attribute of each of :attr:`full_params`."""
         paths = {m: path for path, m in self.named_modules()}
         firsts = [original.places[0] for shard in self._shards for original in shard.flat.originals]
         return [(paths[place.module], *place) for place in firsts]

@@ -185,7 +185,7 @@ def _print_json(value: object) -> None:
 
 
 def _strict(value: object) -> object:
-    """JSON has no NaN and no infinities: they become texts."""
+    """Makes texts of NaN and infinities, which JSON has not."""
     if isinstance(value, dict):
         return {str(k): _strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -177,7 +177,7 @@ def from_experiment(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
 ) -> Subject:
-    """``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.tools.verify.Experiment`.
+    """Loads ``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.tools.verify.Experiment`.
 
     Batches get the number of samples that is asked for in the first dimension of each of their tensors.
     """

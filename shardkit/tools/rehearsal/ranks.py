@@ -102,7 +102,7 @@ def acting_as(rank: Rank) -> Iterator[None]:
 
 
 def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """``Thread.start`` for which threads that a rank starts belong to it."""
+    """Makes a ``Thread.start`` for which threads that a rank starts belong to it."""
 
     def started(thread: threading.Thread) -> None:
         rank = current()

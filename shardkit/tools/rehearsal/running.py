@@ -184,7 +184,7 @@ class RehearsalBackend(SimulatedBackend):
         self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = None,
     ) -> list[T]:  # fmt: skip
-        """A rank of a rehearsal is started already, so that launch does not come here."""
+        """Refuses: a rank of a rehearsal is started already, so that launch does not come here."""
         raise ConfigurationError(
             "ranks can't be launched from a thread that is no rank while a rehearsal runs"
         )

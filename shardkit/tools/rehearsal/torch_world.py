@@ -61,7 +61,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def torch_worlds(store: SharedStore) -> Iterator[None]:
-    """Inside, ``torch.distributed`` of each rank's thread is that of a process of its own."""
+    """Makes ``torch.distributed`` of each rank's thread that of a process of its own, inside of it."""
     check()
     if _PLUGIN.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_PLUGIN, _create, extended_api=True, devices=["cpu"])
@@ -85,7 +85,7 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
 
 
 def leave(rank: Rank) -> None:
-    """The rank's thread ends: it has no groups any more."""
+    """Forgets the groups of a rank whose thread ends."""
     if rank.world.get("default_pg") is not None:
         dist.destroy_process_group()
 
@@ -155,7 +155,7 @@ def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
 
 
 def _create(options: Tree, _: object) -> ProcessGroupOfThreads:
-    """Called by torch for each member of a new group."""
+    """Makes a new group; torch calls it for each member."""
     rank = current()
     if rank is None:
         raise ConfigurationError(f"{_PLUGIN!r} serves ranks of a rehearsal only")

@@ -73,7 +73,7 @@ def _count_steps(files: Path) -> None:
 
 # ------------------------------------------------------------------ errors
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """Without what has run the program."""
+    """Leaves out what has run the program."""
     first = trace
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename

@@ -70,7 +70,7 @@ class SlowMomentum:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank calls it, after the same number of inner steps."""
+        """Makes a slow step; every rank calls it, after the same number of inner steps."""
         total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         for shard, start, stop in self._shards(total):
             pieces = list(_pieces(optimizer.param_groups, start, stop))
@@ -87,7 +87,7 @@ class SlowMomentum:
                 piece.values.copy_(part)
 
     def _shards(self, total: int) -> Iterator[tuple[int, int, int]]:
-        """Number, first element and end of each shard that has elements."""
+        """Lists number, first element and end of each shard that has elements."""
         length = -(-total // max(self._num_shards, 1))
         for shard, start in enumerate(range(0, total, length)):
             yield shard, start, min(start + length, total)
@@ -96,7 +96,7 @@ class SlowMomentum:
         return self._num_shards == 0 or shard == self._group.rank
 
     def _apply(self, pieces: Sequence[_Piece]) -> None:
-        """Algorithm 1 on the own shard, in place."""
+        """Applies Algorithm 1 to the own shard, in place."""
         if self._outer is None or self._velocity is None:
             raise ConfigurationError("slow momentum was not started: call start(optimizer, {}) before step()")
         sizes = [piece.values.numel() for piece in pieces]
