@@ -76,8 +76,8 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
         return known is not None and known.type == self.device_type and dist.is_available()
 
     def device(self) -> torch.device:
-        """Returns the current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose another,
-        or sharded parameters are on another.
+        """Returns the current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose
+        another, or sharded parameters are on another.
 
         Raises:
             BackendError: there is no such device.

@@ -54,7 +54,7 @@ def _make_group(
 def _among_threads(
     backend: Backend, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int
 ) -> C10dGroup:
-    """Makes a group of threads, which torch's tests have as ranks. Theirs carries no CPU tensors: this one connects anew."""
+    """Makes a group of threads, torch's tests' ranks, by connections of its own: theirs carry no CPU tensors."""
     world = dist.distributed_c10d._world
     store = PrefixStore(f"shardkit/{world.pg_names[process_group]}", world.pg_map[process_group][1])
     connected = connect_gloo(store, rank, len(ranks), timeout_of(process_group, "cpu"))

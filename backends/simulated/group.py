@@ -140,7 +140,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
 
     def among(self, members: Sequence[int], name: str) -> SimulatedGroup:
-        """Makes a group of these ranks, this one among them, without a word to others; they all give it the same name."""
+        """Makes a group of these ranks, this one among them, without a word to others; all give it the same name."""
         line = self._line.named(members, name)
         if name not in self._channels:
             self._channels[name] = SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))

@@ -92,7 +92,7 @@ def as_rows(base: States, groups: Tree, shapes: Sequence[torch.Size], group: Gro
 def whole_of(
     mine: StateDict, shapes: Sequence[torch.Size], group: Group
 ) -> tuple[StateDict, dict[int, torch.Tensor]]:
-    """The reverse (collective): the state dict of the whole optimizer, and the parameters that were saved with it.
+    """Does the reverse (collective): the state dict of the whole optimizer, and the parameters that were saved with it.
 
     Raises:
         ConfigurationError: on all ranks: a rank's state is another rank's, or of other ranks or parameters.

@@ -279,7 +279,7 @@ class ZeroRedundancyOptimizer(OSS):
         return found
 
     def whole_state_dict(self) -> StateDict:
-        """Returns the whole optimizer's state on every rank (collective); loads at any world size and into a plain one."""
+        """Returns the whole optimizer's state (collective); it loads at any world size, and into a plain one."""
         self._check_inited()
         return super().state_dict(all_ranks=True)
 
