@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from .calls import AGREEMENT, Call, CallFacts
+from .places import place_of
 
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
@@ -38,9 +39,6 @@ _BACKENDS = os.path.dirname(os.path.dirname(__file__))
 _TORCH, _PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
-_SHARDKIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = (_SHARDKIT, _TORCH, _PYTHON, sysconfig.get_paths()["purelib"], "<frozen")
-_EXAMPLES = os.path.join(_SHARDKIT, "examples")
 _WAITS = os.path.join("c10d", "group.py")  # the file whose frames wait in our collectives
 _STILL = 2.5  # seconds after which a thread that waits has not only just begun
 _STILL_IN_ERROR = 4.0  # handling an exception may take a moment
@@ -281,7 +279,8 @@ def describe_thread(thread: int) -> str:
     position, frame = position_of(thread), sys._current_frames().get(thread)
     if position is None:
         return ""
-    where, call = _line(frame) or position.where, _call(frame)
+    place, call = place_of(frame), _call(frame)
+    where = f"{place.file}:{place.line} in {place.function}" if place.line else position.where
     if call is not None:
         return f"waited in {call.describe()}, at {where}"
     if position.operation:
@@ -289,16 +288,6 @@ def describe_thread(thread: int) -> str:
     if position.error:
         return f"handled {position.error}, at {where}"
     return f"{'ran backward' if position.in_backward else 'stood'} at {where}"
-
-
-def _line(frame: FrameType | None) -> str:
-    """Returns the innermost line that is no library's; "" if there is none."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_EXAMPLES) or not name.startswith(_LIBRARIES):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
 
 
 def _call(frame: FrameType | None) -> Call | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
+from shardkit.backends.diagnosis.places import SourceLine
 from shardkit.backends.simulated.group import SimulatedGroup
-from shardkit.backends.simulated.places import SourceLine
 from shardkit.types import StateDict
 
 

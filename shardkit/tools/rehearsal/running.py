@@ -14,10 +14,10 @@ import torch.distributed as dist
 from shardkit import backend as backends
 from shardkit.backend import Group, get_backend, is_group
 from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.diagnosis.places import SourceLine
 from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
-from shardkit.backends.simulated.places import SourceLine
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
