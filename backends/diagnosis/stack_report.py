@@ -22,6 +22,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
@@ -79,11 +80,7 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    frames = []
-    inner: FrameType | None = frame
-    while inner is not None:
-        frames.append(inner)
-        inner = inner.f_back
+    frames = [inner for inner, _ in traceback.walk_stack(frame)]
     operation, group, peer = _collective(frames)
     error = _handled(thread)
     if id(error) == background:
@@ -277,7 +274,7 @@ def describe_thread(thread: int) -> str:
         thread: identifier of the one that trains.
     """
     position, frame = position_of(thread), sys._current_frames().get(thread)
-    if position is None:
+    if position is None or frame is None:
         return ""
     place, call = place_of(frame), _call(frame)
     where = f"{place.file}:{place.line} in {place.function}" if place.line else position.where
@@ -290,13 +287,12 @@ def describe_thread(thread: int) -> str:
     return f"{'ran backward' if position.in_backward else 'stood'} at {where}"
 
 
-def _call(frame: FrameType | None) -> Call | None:
+def _call(innermost: FrameType) -> Call | None:
     """Returns the collective of ours that a frame or one of its callers waits in."""
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(innermost):
         if frame.f_code.co_filename.endswith(_WAITS):
             values = frame.f_locals
             found = values.get("call") or getattr(values.get("self"), "_call", None)
             if isinstance(found, tuple):
                 return Call(*found)
-        frame = frame.f_back
     return None
