@@ -80,14 +80,10 @@ def run(options: argparse.Namespace) -> int:
     given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
     given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
     if options.ranks is None:
-        given["ranks"] = _accelerators()
+        import torch
+
+        given["ranks"] = torch.accelerator.device_count() or 1
     return launcher.run(launcher.RunOptions(**given))
-
-
-def _accelerators() -> int:
-    import torch
-
-    return torch.accelerator.device_count() or 1
 
 
 def _nodes(text: str) -> tuple[int, int]:
