@@ -173,6 +173,7 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
+        """Gathers all shards in ``output``, in group order."""
         own, world_size = shard.numel(), self.world_size
         if (  # as check_parts, which costs a call
             sizes is None and output.numel() == own * world_size and shard.dtype == output.dtype
@@ -194,6 +195,7 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
+        """Reduces the inputs; each rank gets its part."""
         own, world_size = shard.numel(), self.world_size
         if (
             sizes is None and input.numel() == own * world_size and shard.dtype == input.dtype
@@ -217,15 +219,17 @@ class Group(OutsideGraphs, abc.ABC):
         async_op: bool = False,
         label: str = "",
     ) -> Work:
+        """Sends a part of ``input`` to each rank, and receives one from each.
+
+        Raises:
+            ConfigurationError: sizes or dtypes don't fit.
+        """
         if output.dtype != input.dtype:
             raise ConfigurationError(
                 f"rank {self.rank}: all_to_all got an input of {input.dtype} and an output of {output.dtype}; they "
                 "have to be the same"
             )
-        come, go = (
-            self._split("all_to_all", output, output_sizes),
-            self._split("all_to_all", input, input_sizes),
-        )
+        come, go = self._split(output, output_sizes), self._split(input, input_sizes)
         even = output_sizes is None and input_sizes is None
         return self._all_to_all(output, input, come, go, even, async_op, label)
 
@@ -340,21 +344,21 @@ class Group(OutsideGraphs, abc.ABC):
                 f"rank {self.rank}: {operation} with AVG of {dtype} is not defined; use SUM and divide"
             )
 
-    def _split(self, operation: str, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """Returns each rank's numel in a tensor that is cut over all of them."""
+    def _split(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
+        """Returns each rank's numel in a tensor that all_to_all cuts over them."""
         world = self.world_size
         if sizes is None and tensor.numel() % world:
             raise ConfigurationError(
-                f"rank {self.rank}: {operation}: {tensor.numel()} elements can't be split evenly over {world} ranks; "
+                f"rank {self.rank}: all_to_all: {tensor.numel()} elements can't be split evenly over {world} ranks; "
                 "pass the sizes"
             )
         parts = [tensor.numel() // world] * world if sizes is None else list(sizes)
         if len(parts) != world or sum(parts) != tensor.numel():
             raise ConfigurationError(
-                f"rank {self.rank}: {operation} over {world} ranks got {tensor.numel()} elements and sizes {parts}; "
+                f"rank {self.rank}: all_to_all over {world} ranks got {tensor.numel()} elements and sizes {parts}; "
                 "sizes need one entry a rank and have to add up to all elements"
             )
-        _check_flat(operation, self.rank, tensor)
+        _check_flat("all_to_all", self.rank, tensor)
         return parts
 
 
