@@ -534,9 +534,9 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
         return layout, shard
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
-    if options.offload.masters:
-        return layout, shard.cpu()
-    return layout, group.backend.pin(shard.cpu()) if options.offload.parameters else shard
+    if options.offload.parameters:
+        return layout, group.backend.pin(shard)
+    return layout, shard.cpu() if options.offload.masters else shard
 
 
 def _cut_extended(found: Found, part: list[int], device: torch.device, mesh: DeviceMesh) -> None:

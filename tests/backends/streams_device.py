@@ -567,10 +567,6 @@ class _WatchedMemory(EagerBackend):
         device = current_device()
         return super().copy_up(out, tensor) if device is None else StreamsCopy(device, "up", out, tensor)
 
-    def pin(self, tensor: Tensor) -> Tensor:
-        with quiet():
-            return tensor.detach().clone()  # the host's memory is another one
-
     def synchronize(self) -> None:
         device = current_device()
         if device is not None:
