@@ -479,7 +479,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     mesh = mesh_over(ranks, backend.device_type)
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
-    if options.offload.on_host:
+    if options.offload.on_host or options.offload.activations:
         apart = [o for o in found.originals if o.store is not None]
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
