@@ -93,7 +93,7 @@ from ..torch_seams.hooks import (
     tensors_in,
 )
 from .flat_param import FlatParam
-from .originals import backward_with_graph, changed_since_forward, written_original
+from .originals import changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
@@ -314,49 +314,6 @@ def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     return [end for end, row in zip(ends, rows, strict=True) for _ in row]
 
 
-class _Asked(NamedTuple):
-    units: list[Unit]
-    flags: torch.Tensor  # [units], on its way
-    work: Work
-
-
-class FrozenUnits:
-    """The frozen units of one plan.
-
-    Args:
-        units: those that may lie behind something trainable.
-    """
-
-    def __init__(self, units: Sequence[Unit] = ()) -> None:
-        self._by_group: dict[Group, list[Unit]] = {}
-        self._asked: list[_Asked] = []
-        for unit in units:
-            group = unit.group
-            if group is not None and group.world_size > 1:
-                self._by_group.setdefault(group, []).append(unit)
-
-    def ask(self) -> None:
-        """Starts the exchange of what the forward that has just ended says (collective)."""
-        for group, units in self._by_group.items():
-            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
-            flags = flags.to(group.backend.device())
-            work = group.channel("control").all_reduce(
-                flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"
-            )
-            self._asked.append(_Asked(units, flags, work))
-            for unit in units:
-                unit.is_undecided = True
-
-    def settle(self) -> None:
-        """Waits for the exchanges that were started."""
-        asked, self._asked = self._asked, []
-        for units, flags, work in asked:
-            work.wait()
-            for unit, flag in zip(units, flags.tolist(), strict=True):
-                unit.goes_backward = unit.goes_backward or bool(flag)
-                unit.is_undecided = False
-
-
 _version_of = attrgetter("_version")
 
 
@@ -433,7 +390,9 @@ class Engine:
         self._plan = BackwardPlan((), (), (), (), ())
         self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
         self._due: list[int] = []  # of these, as the plan's
-        self._frozen = FrozenUnits()
+        self._frozen: dict[Group, list[Unit]] = {}  # of the plan, that may lie behind something trainable
+        # exchanges that say which of them backward goes through: units, [units] on its way, what to wait for
+        self._asked: list[tuple[list[Unit], torch.Tensor, Work]] = []
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
         self._at_end = False  # reductions are issued then
@@ -477,7 +436,7 @@ class Engine:
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
-                self._frozen.settle()
+                self._settle_frozen()
             for unit in self.units:
                 if unit.notice_trainable():
                     self._replan = True
@@ -574,7 +533,8 @@ class Engine:
                 self._make_plan()
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
-            self._frozen.ask()
+            if self._frozen:
+                self._ask_frozen()
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
@@ -614,8 +574,34 @@ class Engine:
         ends = _ends_of_rows(self._order)
         last = len(ends) - 1
         self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
-        self._frozen.settle()
-        self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
+        self._settle_frozen()
+        self._frozen = {}
+        first = next((k for k, unit in enumerate(self._order) if unit.is_trainable), len(self._order))
+        # frozen, and called after a trainable one (or inside of it)
+        for unit in () if self.is_lazy else dict.fromkeys(self._order[first:]):
+            if not unit.is_trainable and unit.group is not None and unit.group.world_size > 1:
+                self._frozen.setdefault(unit.group, []).append(unit)
+
+    def _ask_frozen(self) -> None:
+        """Starts the exchange of what the forward that has just ended says (collective)."""
+        for group, units in self._frozen.items():
+            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
+            flags = flags.to(group.backend.device())
+            work = group.channel("control").all_reduce(
+                flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"
+            )
+            self._asked.append((units, flags, work))
+            for unit in units:
+                unit.is_undecided = True
+
+    def _settle_frozen(self) -> None:
+        """Waits for the exchanges that were started."""
+        asked, self._asked = self._asked, []
+        for units, flags, work in asked:
+            work.wait()
+            for unit, flag in zip(units, flags.tolist(), strict=True):
+                unit.goes_backward = unit.goes_backward or bool(flag)
+                unit.is_undecided = False
 
     def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
         """Returns what outputs of the root's forward call when backward reaches them, on behalf of ``watcher``."""
@@ -742,7 +728,7 @@ class Engine:
         units, ahead = self._plan.gathers[self._next_gather : position], []
         for unit in units:
             if unit.is_undecided:
-                self._frozen.settle()
+                self._settle_frozen()
             if unit.goes_backward and not unit.is_held:
                 ahead.append(unit)
         if len(ahead) > 1:
@@ -769,7 +755,8 @@ class Engine:
         if not unit.open_calls and not unit.keep_after_backward:
             unit.release()
         if unit.accumulates:
-            unit.widen_local_gradients()
+            for local, pack in unit.local_gradients():
+                local.widen(pack.dtype)  # they are kept in the dtype in which they travel
             if self.state.accumulating:
                 return
         if self._at_end:
@@ -843,7 +830,12 @@ class Engine:
         """Raises LifecycleError if gradients of sharded parameters would be in a graph: reductions are in none."""
         for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
             if not flat.store.is_whole:
-                raise backward_with_graph(flat)
+                raise LifecycleError(
+                    f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP "
+                    "module's parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and "
+                    "no graph leads back through that. Gradients of inputs may be in a graph, but on XLA: "
+                    "torch.autograd.grad(outputs, inputs, create_graph=True); for others use finite differences"
+                )
 
     @property
     def has_sent(self) -> bool:
@@ -877,7 +869,8 @@ class Engine:
         self._finish_plan()
         for unit in self.units:
             if unit.accumulates:
-                unit.note_local_gradients()
+                for local, pack in unit.local_gradients():
+                    local.note(pack)
             elif unit.has_local_gradients():  # called outside of the root's forward, or in nested backwards
                 self._send(unit)
         while self._in_flight:
@@ -955,13 +948,8 @@ class Engine:
         with torch.enable_grad():
             reached = torch.zeros((), requires_grad=True).clone()
         reached.register_hook(lambda _: self.begin_backward())
-        unused = [flat.unused for unit in self.units for flat in unit.flats]
-        noted = [each.is_noted for each in unused]
-        reached.backward()  # at its end comes what a backward did not reach, which is everything
-        for each, before in zip(unused, noted, strict=True):
-            each.is_noted = (
-                before  # of parameters without a part here this rank knows its own share alone: none
-            )
+        with _adding_nothing(self.units):
+            reached.backward()  # at its end comes what a backward did not reach, which is everything
 
     def _repeat_forward(self) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
@@ -1010,12 +998,6 @@ class Engine:
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")
-
-
-def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
-    """Frozen units one of whose calls began after that of a trainable unit (the one around it, maybe)."""
-    first = next((k for k, unit in enumerate(calls) if unit.is_trainable), len(calls))
-    return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
 
 
 @contextlib.contextmanager

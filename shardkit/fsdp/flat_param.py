@@ -30,7 +30,6 @@ from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
 from .optimizer_check import check_first_steps
 from .originals import (
-    Listing,
     OriginalParameter,
     Place,
     Unused,
@@ -38,7 +37,7 @@ from .originals import (
     backward_when_summoned,
     note_originals,
 )
-from .registered import RegisteredShards, UnlistedShard, note_registered
+from .registered import Registered, RegisteredShards, UnlistedShard, note_registered
 from .store import FULL, SUMMONED, Store, store_for
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -96,7 +95,7 @@ class FlatParam:
         self.param = param
         self.places = list(places)
         self.shards: RegisteredShards | None = None
-        self.listings: Sequence[Listing] = [self]
+        self.listings: Sequence[Registered] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
         self.trains = self.lists_dtensors = False
         self.reduce = ReducePolicy()
@@ -137,7 +136,7 @@ class FlatParam:
     # ------------------------------------------------------------ what modules list
     @property
     def flat(self) -> FlatParam:
-        """Itself: it is a ``Listing``."""
+        """Itself: it is :data:`~.registered.Registered`."""
         return self
 
     first = position = 0  # it has all of its original parameters

@@ -61,7 +61,7 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original, replaced_shard
+from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original
 from .registered import hide
 from .state import ShardingState, clean, state_of
 from .unit import UnitCall
@@ -264,7 +264,13 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
             listed = listing.param
             module, name = listing.places[0]
             if module._parameters.get(name) is not listed:
-                raise replaced_shard(listing)
+                found = module._parameters.get(name)
+                kind = "nothing" if found is None else f"another {type(found).__name__}"
+                raise LifecycleError(
+                    f"rank {flat.group.rank}: in place of the shard {name!r} ({listing.label}) there is {kind}, which "
+                    "forward would ignore (functional_call does this, and assigning a parameter). Change parameters "
+                    "inside of summon_full_params(), or pass functional_call the FSDP module's own parameters"
+                )
             for original in listing.originals:
                 for module, name in original.places:
                     found = module._parameters.get(name)

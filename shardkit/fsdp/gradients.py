@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple, Protocol, final
+from typing import final
 
 import torch
 
@@ -29,7 +29,8 @@ from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
-from .originals import Listing, SplitParameter, as_tensors
+from .originals import SplitParameter, as_tensors
+from .registered import Registered
 
 _grad_of = attrgetter("param.grad")
 
@@ -37,14 +38,6 @@ _grad_of = attrgetter("param.grad")
 # Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
 # trainable ones; this rank's part, [S], [S + F], or [S + flags of this rank]; and what to wait for, if anything.
 Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
-
-
-class Replicas(Protocol):
-    """The part of :class:`~shardkit.backend.Group` that is used of ranks that hold the same shard."""
-
-    world_size: int
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work: ...
 
 
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
@@ -67,6 +60,7 @@ class GradientPack(ABC):
         dtype: in which gradients travel.
         trainable: for each original parameter, whether it is.
         part_numel: numel of this rank's part of what is reduced.
+        replicas: average the results; None where this rank alone holds the shard.
     """
 
     def __init__(
@@ -89,6 +83,7 @@ class GradientPack(ABC):
             flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
         )
         self.in_flight: Reduction | None = None
+        self.replicas: Group | CompressedAllReduce | None = None
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
@@ -160,12 +155,8 @@ class GradientPack(ABC):
         """Whether :meth:`receive` would not wait."""
         return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
-    def receive(self, replicas: Replicas | None) -> None:
-        """Waits for the reduction, and adds the result to the shard's gradient.
-
-        Args:
-            replicas: ranks that hold the same shard; the result is averaged over them too.
-        """
+    def receive(self) -> None:
+        """Waits for the reduction, and adds the result, averaged over replicas too, to the shard's gradient."""
         if self.in_flight is None:
             self._forget_zeros(self._flat.unused.originals)
             return
@@ -175,8 +166,8 @@ class GradientPack(ABC):
             with self._flat.ranges.reduce_wait():
                 work.wait()
             self._arrived()
-        if replicas is not None:
-            self._average(result, replicas)
+        if self.replicas is not None:
+            self._average(result, self.replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
         if not had_all:
@@ -244,9 +235,10 @@ class GradientPack(ABC):
 
     def forget_errors(self) -> None:
         """Drops what compression has left out so far."""
-        return
+        if isinstance(self.replicas, CompressedAllReduce):
+            self.replicas.forget_errors()
 
-    def clear_unused(self, listing: Listing) -> None:
+    def clear_unused(self, listing: Registered) -> None:
         """Notes that a registered parameter's gradient is new: none of its original parameters has had one yet."""
         unused = self._flat.unused
         if listing is self._flat:
@@ -259,7 +251,7 @@ class GradientPack(ABC):
         if False not in unused:
             self._flat.param.grad = None
 
-    def _average(self, result: torch.Tensor, replicas: Replicas) -> None:
+    def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> None:
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
@@ -469,7 +461,7 @@ class LazyPack(GradientPack):
         flat.unused.note_elements(used, flat.param.grad is None)
         return True
 
-    def clear_unused(self, listing: Listing) -> None:
+    def clear_unused(self, listing: Registered) -> None:
         """Clears as :meth:`GradientPack.clear_unused` does, but elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
@@ -498,22 +490,10 @@ class WholePack(GradientPack):
         """Nothing was sent."""
 
 
-class Way(NamedTuple):
-    """The way of a flat parameter's gradients to the shard.
-
-    Attributes:
-        pack: reduces them within the group.
-        replicas: average the results; None where this rank alone holds the shard.
-    """
-
-    pack: GradientPack
-    replicas: Replicas | None
-
-
-def way_for(
+def pack_for(
     flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
-) -> Way:
-    """Returns the way for where the shard is now; see :class:`GradientPack`.
+) -> GradientPack:
+    """Returns what reduces gradients to where the shard is now; see :class:`GradientPack`.
 
     Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
     """
@@ -523,15 +503,18 @@ def way_for(
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:
-        return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
+        pack: GradientPack = CompressedPack(flat, group, reduce, divisors, blocks)
+        pack.replicas = replicas
+        return pack
     if group.world_size == 1 and not has_replicas:  # replicas tell each other by flags who had which gradient
         kind: type[GradientPack] = WholePack
     else:
         kind = StoredPack if group.backend.has_storage else LazyPack
     pack = kind(flat, group, reduce, divisors, blocks)
-    if blocks is None or replicas is None:
-        return Way(pack, replicas)
-    return Way(pack, CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback))
+    pack.replicas = replicas
+    if blocks is not None and replicas is not None:
+        pack.replicas = CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback)
+    return pack
 
 
 def predivide_factor(world_size: int) -> int:

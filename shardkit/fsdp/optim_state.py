@@ -20,11 +20,12 @@ from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..types import StateDict
 from .flat_values import taken_apart
-from .originals import Listing, managing
+from .originals import managing
+from .registered import Registered
 from .state import plain_name, state_of
 
 
-def slot_of(listing: Listing) -> Slot:
+def slot_of(listing: Registered) -> Slot:
     """Returns the slot that stands for original parameters in the state of an optimizer with this listing's shard."""
     rank = listing.group.rank
     here = {p.item: p for p in listing.layout.pieces() if p.rank == rank}
@@ -39,7 +40,7 @@ def slot_of(listing: Listing) -> Slot:
 
 
 @torch.no_grad()
-def gather_parts(listing: Listing, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
+def gather_parts(listing: Registered, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
     """Returns the original parameters' parts of a state, on the CPU (collective)."""
     shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.compute_device)
     full = shard
@@ -81,7 +82,7 @@ def _slots_of(optimizer: Optimizer) -> list[Slot | None]:
     return [None if listing is None else slot_of(_of_one(listing)) for listing in found]
 
 
-def _of_one(listing: Listing) -> Listing:
+def _of_one(listing: Registered) -> Registered:
     if len(listing.originals) != 1:
         raise ConfigurationError(
             f"a shard has {len(listing.originals)} parameters in it ({', '.join(listing.names[:3])}, ...), so that "

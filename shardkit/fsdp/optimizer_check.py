@@ -47,8 +47,8 @@ from ..optimizers.stepping import take_part
 from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
-from .originals import Listing, managing, name_of_original
-from .registered import dimensions_asked
+from .originals import managing, name_of_original
+from .registered import Registered, dimensions_asked
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -164,7 +164,7 @@ class _Looked:
     def __init__(self) -> None:
         self.numbers: tuple[int, ...] | None = None
         self.wrapped = 0
-        self.listings: list[list[weakref.ref[Listing]]] = []
+        self.listings: list[list[weakref.ref[Registered]]] = []
         self.flats: list[weakref.ref[FlatParam]] = []
         self.whole: list[weakref.ref[FlatParam]] = []
         self.options, self.skips = AgreedOptions(), Skips()
@@ -233,7 +233,7 @@ def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
         _warn_of_groups_by_dimension(optimizer)
         mark_state_dicts(optimizer, looked.look_again)
         looked.is_judged = True
-    by_ranks: dict[tuple[int, ...], list[weakref.ref[Listing]]] = {}
+    by_ranks: dict[tuple[int, ...], list[weakref.ref[Registered]]] = {}
     for listing in listed:
         by_ranks.setdefault(listing.group.ranks, []).append(weakref.ref(listing))
     looked.listings = [*by_ranks.values()]
@@ -268,7 +268,7 @@ def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwarg
         raise
 
 
-def _is_cut(flat: Listing) -> bool:
+def _is_cut(flat: Registered) -> bool:
     """Whether what the optimizer sees is not one of the parameters as it is."""
     return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 
@@ -285,7 +285,7 @@ def _refuse_originals(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_differences(optimizer: Optimizer, listed: list[Listing]) -> None:
+def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
     """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
     facts = [*option_facts(optimizer=type(optimizer).__name__), *group_facts(optimizer.param_groups, 0)]
     placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(listing_of, g["params"])]
@@ -298,7 +298,7 @@ def _refuse_differences(optimizer: Optimizer, listed: list[Listing]) -> None:
         check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
 
 
-def _agree_on_cleared(listings: Sequence[Listing]) -> None:
+def _agree_on_cleared(listings: Sequence[Registered]) -> None:
     """See [Note: cleared].
 
     Raises:

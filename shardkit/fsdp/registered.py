@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -43,19 +43,21 @@ from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import StateDict
 from .extended import ExtendedParameter, no_values
-from .originals import Listing, OriginalParameter, Place, as_tensors, mesh_of
+from .originals import OriginalParameter, Place, as_tensors, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from .flat_param import FlatParam
 
+Registered: TypeAlias = "FlatParam | RegisteredShard"
+"""Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
 
 _grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
-def note_registered(listings: Sequence[Listing]) -> None:
+def note_registered(listings: Sequence[Registered]) -> None:
     """From now on their parameters are known to be listed for these."""
     for listing in listings:
         if type(listing.param) is FlatParameter:
@@ -81,7 +83,7 @@ def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator
 class RegisteredShard:
     """One original parameter of a flat parameter as modules list it: this rank's part.
 
-    It answers for this parameter what a flat parameter that is listed as such answers for all in it (``Listing``).
+    It answers for this parameter what a flat parameter that is listed as such answers for all in it.
 
     Attributes:
         flat: the flat parameter.

@@ -27,8 +27,7 @@ from .engine import Engine
 from .flat_param import FlatParam
 from .flat_values import AlignedLayout
 from .gradients import predivide_factor
-from .originals import Listing
-from .registered import exposed
+from .registered import Registered, exposed
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -246,12 +245,12 @@ class ShardingState:
         """Returns the flat parameters of these."""
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
-    def all_listings(self) -> list[Listing]:
+    def all_listings(self) -> list[Registered]:
         """Listings of all registered parameters, unit by unit in the order of parameters."""
         return [listing for state in self.states() for listing in state.listings]
 
     @property
-    def listings(self) -> list[Listing]:
+    def listings(self) -> list[Registered]:
         """Listings of the registered parameters of its module."""
         found = [listing for flat in self.flats for listing in flat.listings]
         if self.mates:

@@ -27,7 +27,8 @@ from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
 from .flat_param import FlatParam
 from .flat_values import taken_apart
-from .originals import Listing, refuse_split
+from .originals import refuse_split
+from .registered import Registered
 from .state import (
     INNER,
     OUTER,
@@ -230,16 +231,16 @@ def note_of(state: SavedState) -> StateDict | None:
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _key_of(listing: Listing) -> str:
+def _key_of(listing: Registered) -> str:
     """Makes its key in local state dicts, within its unit."""
     module, name = listing.places[0]
     is_flat = all(place.module is not module for original in listing.originals for place in original.places)
     return clean(name) if is_flat else listing.names[0]
 
 
-def _listings_by_key(state: ShardingState) -> dict[str, tuple[Listing, list[list[object]]]]:
+def _listings_by_key(state: ShardingState) -> dict[str, tuple[Registered, list[list[object]]]]:
     """Each registered parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
-    found: dict[str, tuple[Listing, list[list[object]]]] = {}
+    found: dict[str, tuple[Registered, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
         if s is not None:

@@ -34,8 +34,8 @@ from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import listing_of, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .originals import Listing, ReleasedParameter, managing, refuse_copy
-from .registered import ORDER, hidden, written_names
+from .originals import ReleasedParameter, managing, refuse_copy
+from .registered import ORDER, Registered, hidden, written_names
 from .state import ShardingState, clean
 
 
@@ -114,7 +114,7 @@ class Moves(Answer):
 
 
 def _refuse_move(
-    module: nn.Module, name: str, flat: Listing, fn: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module, name: str, flat: Registered, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     shard = flat.param
     moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
@@ -228,9 +228,9 @@ def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> No
             m.register_load_state_dict_pre_hook(_refuse_loading)
 
 
-def _shards_of(module: nn.Module) -> dict[str, Listing]:
+def _shards_of(module: nn.Module) -> dict[str, Registered]:
     """Names of parameters whose values the module has not, and the flat parameters that have them."""
-    found: dict[str, Listing | None] = {n: managing(p) for n, p in hidden(module)}
+    found: dict[str, Registered | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
         flat = None if param is None else shard_behind(param)
         if flat is not None and flat.group.world_size > 1 and not is_dtensor(param):
@@ -258,7 +258,7 @@ def _refuse_loading(module: nn.Module, state_dict: StateDict, prefix: str, *othe
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
 
 
-def _refuse(module: nn.Module, what: str, shards: dict[str, Listing]) -> None:
+def _refuse(module: nn.Module, what: str, shards: dict[str, Registered]) -> None:
     if shards:
         name, flat = next(iter(shards.items()))
         group = flat.group
@@ -314,7 +314,7 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
 
 
 @torch.no_grad()
-def _assigned(listing: Listing, values: nn.Parameter) -> nn.Parameter:
+def _assigned(listing: Registered, values: nn.Parameter) -> nn.Parameter:
     """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's.
 
     One on the meta device gives way; its unit takes the others' values once all of them are there.

@@ -43,7 +43,7 @@ from .forward import (
     watched,
 )
 from .originals import check_asker, put_into_wrapper
-from .sharded_api import ShardedAPI, SummonAndClip
+from .sharded_api import ShardedAPI
 from .state import WRAPPED, Ignored, Options, ShardingState, summoned
 from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
 from .submodule_api import moving
@@ -220,8 +220,7 @@ def built_together() -> Iterator[None]:
 class Door(ModuleProxy, ShardedAPI):
     """Does what all wrappers share: forward through the unit, state dicts of the wrapped module, moves and copies.
 
-    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
-    define otherwise is abstract too; they leave everything else as it is.
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
     """
 
     def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
@@ -285,13 +284,9 @@ class Door(ModuleProxy, ShardedAPI):
         return self
 
     # ------------------------------------------------------------ state dicts
-    @abc.abstractmethod
-    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """See :meth:`_full_state_dict`."""
-
     @noting_errors
-    def _full_state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
+        """Returns full parameters under the wrapped module's own names, in full precision, on every rank (collective).
 
         They are copies: writing to one changes nothing here.
         """
@@ -352,7 +347,7 @@ def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
 note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)
 
 
-class FSDP(SummonAndClip, Door):
+class FSDP(Door):
     """Shards a module's parameters evenly over ranks; each forward and backward gathers them unit by unit.
 
     ::
@@ -431,10 +426,3 @@ class FSDP(SummonAndClip, Door):
     def module(self) -> nn.Module:
         """The wrapped module."""
         return self._fsdp_wrapped_module._fpw_module
-
-    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
-
-        They are copies: writing to one changes nothing here.
-        """
-        return self._full_state_dict(*args, **kwargs)

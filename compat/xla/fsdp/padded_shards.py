@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
-from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import INNER, OUTER, clean
 from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
@@ -53,7 +53,7 @@ class Shard:
         numel: R.
     """
 
-    flat: Listing
+    flat: Registered
     listed: str
     original: str
     size: torch.Size
