@@ -100,16 +100,16 @@ def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
         for param, spans in zip(inner.params, inner.spans, strict=True):
             state = inner.optimizer.state.get(param)
             for part, piece in spans if state else ():
-                if piece is None and _answers_elsewhere(part):
-                    continue
+                flat = part.flat
+                if (
+                    piece is None
+                    and flat is not None
+                    and flat.group.backend.even_shards_only
+                    and flat.group.rank
+                ):
+                    continue  # all ranks have the same state of the whole parameter: the first one answers for it
                 found[part.name] = _span(state or {}, param, piece)
     return found
-
-
-def _answers_elsewhere(part: Part) -> bool:
-    """All ranks have the same state of the whole parameter: the first of the group answers for it."""
-    flat = part.flat
-    return flat is not None and flat.group.backend.even_shards_only and flat.group.rank > 0
 
 
 def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> PieceState:
@@ -150,30 +150,39 @@ def _options(
 
 
 # ------------------------------------------------------------ loading
-def load(
+def own_part(
     state_dict: StateDict,
     inners: Sequence[Inner],
     groups: Sequence[ParamGroup],
-    parts: Sequence[Part],
     ranks: Mapping[tuple[int, ...], Group],
-) -> None:
-    """Gives each optimizer its part (collective)."""
+) -> tuple[list[dict[int, StateDict]], list[StateDict]]:
+    """Returns the state of what each optimizer here updates, by index, and each group's options (collective)."""
     problem: ConfigurationError | None = None
     by_name: dict[str, StateDict] = {}
     options: list[StateDict] = []
     try:
         by_name, options = _by_name(state_dict, groups)
-        _check_shapes(by_name, inners)
+        for inner in inners:
+            there = [part for part in inner.members if isinstance(by_name.get(part.name), dict)]
+            states = [(repr(part.name), part.shape, by_name[part.name]) for part in there]
+            whole = inner.whole_states()
+            own = [whole.get(part.name, {}) for part in there]
+            check_state(states, own, is_known_elementwise(inner.rule.build))
     except ConfigurationError as error:
         problem = error
     if not ranks and problem is not None:
         raise problem
     for everyone in ranks.values():
         check_same_state(everyone, state_dict, problem)
-    for inner, group, opts in zip(inners, groups, options, strict=True):
-        group.update(copy.deepcopy(opts))
-        if inner.optimizer is not None:
-            _load_inner(inner, by_name, opts)
+    found = [
+        {
+            index: copy.deepcopy(slot_of(param, spans).cut(by_name))
+            for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True))
+            if any(by_name.get(part.name) for part, _ in spans)
+        }
+        for inner in inners
+    ]
+    return found, copy.deepcopy(options)
 
 
 def _by_name(
@@ -208,26 +217,6 @@ def _by_name(
     group_of = {n: k for k, g in enumerate(loaded) for n in (g["param_names"] if named else ())}
     own = [loaded[group_of[g["param_names"][0]] if named else k] for k, g in enumerate(groups)]
     return state, [options_of(g) for g in own]
-
-
-def _check_shapes(by_name: dict[str, StateDict], inners: Sequence[Inner]) -> None:
-    for inner in inners:
-        there = [part for part in inner.members if isinstance(by_name.get(part.name), dict)]
-        states = [(repr(part.name), part.shape, by_name[part.name]) for part in there]
-        whole = inner.whole_states()
-        own = [whole.get(part.name, {}) for part in there]
-        check_state(states, own, is_known_elementwise(inner.rule.build))
-
-
-def _load_inner(inner: Inner, by_name: dict[str, StateDict], options: StateDict) -> None:
-    if inner.optimizer is None:
-        return
-    state: dict[int, StateDict] = {}
-    for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True)):
-        if any(by_name.get(part.name) for part, _ in spans):
-            state[index] = copy.deepcopy(slot_of(param, spans).cut(by_name))
-    group = {**options, "params": list(range(len(inner.params)))}
-    inner.optimizer.load_state_dict({"state": state, "param_groups": [group]})
 
 
 def slot_of(
