@@ -13,6 +13,7 @@ same way, for everything hangs on the hooks and methods that ``nn.Module`` calls
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +25,7 @@ from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..torch_seams.module_versions import versions_of
-from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
+from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam
 from .flat_values import taken_apart
 from .originals import refuse_split
@@ -351,56 +352,52 @@ def consolidate(
         )
     _check_mix(shard_weights, shard_metadata)
     full: dict[str, torch.Tensor] = {}
-    for k, entry in enumerate(shard_metadata[0]["param_metadata"]):
-        path = entry["fsdp_path"]
-        for name, info in entry["params"].items():
-            key = f"{path}.{name}" if path else name
-            if key not in shard_weights[0]:
-                if strict:
-                    raise ConfigurationError(
-                        f"the state dict of rank 0 has no {key!r}, which its metadata names"
-                    )
-                continue
-            joined = _joined(shard_weights, shard_metadata, k, name, key)
-            layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
-            for n, shape, part in zip(
-                info["names"], info["shapes"], taken_apart(joined, layout), strict=True
-            ):
-                full[f"{path}.{n}" if path else n] = part.view(shape)
-    _add_shared(full, shard_metadata[0]["param_metadata"])
+    for before, key, info, shards in flat_shards(shard_weights, shard_metadata):
+        if not shards:
+            if strict:
+                raise ConfigurationError(f"the state dict of rank 0 has no {key!r}, which its metadata names")
+            continue
+        joined = torch.cat([value.reshape(-1)[:numel] for value, numel in shards])
+        layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
+        for n, shape, part in zip(info["names"], info["shapes"], taken_apart(joined, layout), strict=True):
+            full[before + n] = part.view(shape)
+    for source, target in names_of_shared(shard_metadata[0]):
+        if source in full:
+            full[target] = full[source]
     if with_module_buffers:
         names = shard_metadata[0]["buffer_names"]
         full.update({n: shard_weights[0][n] for n in names if n in shard_weights[0]})
     return full
 
 
-def _joined(
-    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
-    k: int, name: str, key: str,
-) -> torch.Tensor:  # fmt: skip
-    """Returns a flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
-    metadata.
+def flat_shards(
+    shard_weights: Sequence[SavedState], shard_metadata: Sequence[SavedState]
+) -> Iterator[tuple[str, str, StateDict, list[tuple[Tree, int]]]]:
+    """Yields what local state dicts of all ranks list, registered parameter by registered parameter.
+
+    Of each: the path before names in it, its key in the state dicts, what the metadata says of it, and its shards in
+    the order of ranks (none where the first one has none), each with its numel without the padding behind it.
     """
-    entry = shard_metadata[0]["param_metadata"][k]
-    numels = entry["params"][name]["numels"]
-    shards: list[torch.Tensor] = []
-    for weights, meta in zip(shard_weights, shard_metadata, strict=True):
-        padding = meta["param_metadata"][k]["params"][name]["padding"]
-        shard = weights[key].reshape(-1)
-        shards.append(shard[: shard.numel() - padding])
-        if entry["no_broadcast_optim_state"] or shards[0].numel() == sum(numels):
-            break
-    return torch.cat(shards)
+    for k, entry in enumerate(shard_metadata[0]["param_metadata"]):
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
+        for name, info in entry["params"].items():
+            key, shards = before + name, list[tuple[Tree, int]]()
+            for weights, meta in zip(shard_weights, shard_metadata, strict=True):
+                if key not in shard_weights[0]:
+                    break
+                numel = math.prod(weights[key].shape)
+                shards.append((weights[key], numel - meta["param_metadata"][k]["params"][name]["padding"]))
+                if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
+                    break
+            yield before, key, info, shards
 
 
-def _add_shared(full: dict[str, torch.Tensor], entries: Sequence[StateDict]) -> None:
-    """Weights that are used in several places, under each of their names."""
-    for entry in entries:
-        path = entry["fsdp_path"]
+def names_of_shared(shard_metadata: SavedState) -> Iterator[tuple[str, str]]:
+    """Yields the names of weights that are used in several places: the first one, and another."""
+    for entry in shard_metadata["param_metadata"]:
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for source, target in entry["shared_param_info"]:
-            joined = [f"{path}.{n}" if path else n for n in (source, target)]
-            if joined[0] in full:
-                full[joined[1]] = full[joined[0]]
+            yield before + source, before + target
 
 
 def _rename(entries: StateDict, prefix: str, rename: Callable[[str], str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
@@ -18,6 +19,10 @@ STORAGES = {
     "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
 }  # fmt: skip
 _NUMBERS = frozenset("?bBhHiIlLqQefdFD")  # numpy's characters: booleans, integers, floats, complex numbers
+# What looks at values while it is made.
+LOOKING = frozenset(
+    {"torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor"}
+)
 _PLACES = 64  # more dimensions than this are nobody's tensor
 
 
@@ -275,7 +280,8 @@ def build(made: Data, state: Data) -> None:
 
 
 # ------------------------------------------------------------ names
-def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
+@functools.cache  # a checkpoint may have a million chunks, each a file
+def _names_of_all() -> StateDict:
     functions: dict[str, AnyCallable] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor_v2,
@@ -284,7 +290,6 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
         "_rebuild_parameter_with_state": _parameter_with_state,
         "_rebuild_sparse_tensor": _sparse,
         "_rebuild_meta_tensor_no_storage": _meta,
-        "_rebuild_device_tensor_from_cpu_tensor": device_tensor,
     }
     found: StateDict = {f"torch._utils.{name}": Function(call) for name, call in functions.items()}
     found["torch._tensor._rebuild_from_type_v2"] = Function(_from_type)
@@ -297,17 +302,6 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
         found[f"torch.{name}Storage"] = found[f"torch.cuda.{name}Storage"] = StorageType(dtype)
     found["torch.storage.UntypedStorage"] = found["torch.UntypedStorage"] = StorageType(None)
     found |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
-    return found
-
-
-def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
-    """Returns all that a file may name.
-
-    Args:
-        device_tensor: from a CPU tensor, a dtype, a device and requires_grad makes a tensor of a device that has no
-            storages (XLA).
-    """
-    found = _names_of_torch(device_tensor)
     found |= {
         "collections.OrderedDict": Function(_ordered_dict),
         "collections.Counter": Function(_counter),
@@ -325,11 +319,21 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
     return found
 
 
+def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
+    """Returns all that a file may name.
+
+    Args:
+        device_tensor: from a CPU tensor, a dtype, a device and requires_grad makes a tensor of a device that has no
+            storages (XLA).
+    """
+    of_device = {"torch._utils._rebuild_device_tensor_from_cpu_tensor": Function(device_tensor)}
+    return {**_names_of_all(), **of_device}
+
+
 def without_values(named: SavedState) -> SavedState:
     """Replaces functions that look at values, while storages are not filled: they give an empty tensor."""
 
     def nothing(*_: Data) -> torch.Tensor:
         return torch.empty(0)
 
-    looking = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor")
-    return {**named, **dict.fromkeys(looking, Function(nothing))}
+    return {**named, **dict.fromkeys(LOOKING, Function(nothing))}

@@ -20,7 +20,7 @@ import torch
 from ...checks import check_one_save
 from ...errors import ConfigurationError
 from ...fsdp.state import INNER, OUTER, clean
-from ...fsdp.state_dict import note_of
+from ...fsdp.state_dict import flat_shards, names_of_shared, note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict
 from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory
@@ -201,21 +201,13 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
     found: StateDict = {}
-    shared: list[tuple[str, str]] = []
-    for k, entry in enumerate(metadata[0]["param_metadata"]):
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
-        for name, info in entry["params"].items():
-            key, shards = before + name, []
-            for state, meta in zip(weights, metadata, strict=True):
-                padding = meta["param_metadata"][k]["params"][name]["padding"]
-                shards.append((state[key], state[key].numel - padding))
-                if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
-                    break
-            starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
-            for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
-                found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
-        shared += [(before + source, before + target) for source, target in entry["shared_param_info"]]
-    for source, target in shared:
+    for before, key, info, shards in flat_shards(weights, metadata):
+        if not shards:
+            raise KeyError(key)
+        starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
+        for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
+            found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
+    for source, target in names_of_shared(metadata[0]):
         _share(found, source, target)
     for name in metadata[0]["buffer_names"]:
         if name in weights[0]:
