@@ -711,8 +711,18 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
     state.unit.attach()
 
 
-_meshes: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
-_replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[Group, dict[tuple[range, ...], Group]] = weakref.WeakKeyDictionary()
+
+
+def _part_of(group: Group, parts: Sequence[range]) -> Group:
+    """Returns the group of that one of these parts that this rank is in (collective; made once)."""
+    known, key = _parts.setdefault(group, {}), tuple(parts)
+    if key not in known:
+        mine = [made for part in parts if (made := group.new_group(part)) is not None]
+        if not mine:
+            raise ConfigurationError(f"rank {group.rank} is in none of the groups {parts}")
+        known[key] = mine[0]
+    return known[key]
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
@@ -725,17 +735,7 @@ def post_forward_mesh(group: Group, count: int) -> Group:
         raise ConfigurationError(
             f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
         )
-    known = _meshes.setdefault(group, {})
-    if count in known:
-        return known[count]
-    mine = None
-    for first in range(0, group.world_size, count):
-        made = group.new_group(range(first, first + count))
-        mine = made if made is not None else mine
-    if mine is None:
-        raise ConfigurationError(f"rank {group.rank} is in none of the groups of {count}")
-    known[count] = mine
-    return mine
+    return _part_of(group, [range(first, first + count) for first in range(0, group.world_size, count)])
 
 
 def hybrid_groups(
@@ -766,17 +766,8 @@ def hybrid_groups(
     """
     everyone = backend_of_job(backend).group(group)
     shards = post_forward_mesh(everyone, shard_size)
-    known = _replicas.setdefault(everyone, {})
-    if shard_size in known:
-        return shards, known[shard_size]
-    replicas = None
-    for offset in range(shard_size):
-        made = everyone.new_group(range(offset, everyone.world_size, shard_size))
-        replicas = made if made is not None else replicas
-    if replicas is None:
-        raise ConfigurationError(f"rank {everyone.rank} is in no group of replicas")
-    known[shard_size] = replicas
-    return shards, replicas
+    across = [range(offset, everyone.world_size, shard_size) for offset in range(shard_size)]
+    return shards, _part_of(everyone, across)
 
 
 def begin_move(state: ShardingState) -> None:

@@ -33,7 +33,8 @@ def slot_of(listing: Registered) -> Slot:
     for item, (name, original) in enumerate(zip(listing.names, listing.originals, strict=True)):
         piece, is_empty = here.get(item), not original.shape.numel()
         answers = rank == 0 if is_empty else piece is not None and piece.start == 0
-        full = f"{listing.path}.{name}" if listing.path else name
+        path = listing.flat.path_of(listing.first + item)
+        full = f"{path}.{name}" if path else name
         spans.append(Span(full, original.shape, piece, answers))
     join = functools.partial(gather_parts, listing)
     return Slot(listing.param, tuple(spans), True, group=listing.group, join=join)
@@ -42,7 +43,7 @@ def slot_of(listing: Registered) -> Slot:
 @torch.no_grad()
 def gather_parts(listing: Registered, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
     """Returns the original parameters' parts of a state, on the CPU (collective)."""
-    shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.compute_device)
+    shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.flat.compute_device)
     full = shard
     if listing.group.world_size > 1:
         full = shard.new_empty(listing.layout.padded_numel)

@@ -60,18 +60,37 @@ logger = logging.getLogger("shardkit")
 _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
 
 
-class Skips:
-    """Puts aside what the steps of one optimizer leave alone.
+class _Looked:
+    """Remembers what was seen of an optimizer, and puts aside what its steps leave alone.
 
     Attributes:
+        numbers: of parameters in its groups; None: look again.
+        wrapped: how many flat parameters there were.
+        listings: what its parameters are listed for, by group of ranks.
+        flats: the flat parameters of these.
+        whole: those that are listed as they are.
+        options: as all ranks have them.
+        is_judged: it may step over shards.
+        has_loaded: state, since.
         saved: what was put aside for the step in progress.
         left_out: by label of a flat parameter, the numbers of those in it that had no gradient in some step; None once
             that was warned of.
     """
 
     def __init__(self) -> None:
+        self.numbers: tuple[int, ...] | None = None
+        self.wrapped = 0
+        self.listings: list[list[weakref.ref[Registered]]] = []
+        self.flats: list[weakref.ref[FlatParam]] = []
+        self.whole: list[weakref.ref[FlatParam]] = []
+        self.options = AgreedOptions()
+        self.is_judged = self.has_loaded = False
         self.saved: list[tuple[FlatParam, PutAside]] = []
         self.left_out: dict[str, set[int]] | None = {}
+
+    def look_again(self, _: object) -> None:
+        """It has loaded state."""
+        self.numbers, self.has_loaded = None, True
 
     def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParam]) -> None:
         """Before a step over these."""
@@ -99,7 +118,7 @@ class Skips:
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)
-        if not again or not _holds_several(flat) or not _counts(optimizer):
+        if not again or len(flat.originals) == 1 or not _counts(optimizer):
             return
         self.left_out = None
         text = (
@@ -124,11 +143,6 @@ def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
     ]
 
 
-def _holds_several(flat: FlatParam) -> bool:
-    """Whether what an optimizer lists of it, and keeps one state for, is several original parameters."""
-    return len(flat.originals) > 1
-
-
 def _counts(optimizer: Optimizer) -> bool:
     """Whether the update of a flat parameter depends on one number for it."""
     if isinstance(optimizer, _NO_COUNTS):
@@ -141,38 +155,6 @@ def _counts(optimizer: Optimizer) -> bool:
         for k, v in state.items()
         if k not in state_by_element(param, state)
     )
-
-
-logger = logging.getLogger("shardkit")
-
-
-class _Looked:
-    """Remembers what was seen of an optimizer.
-
-    Attributes:
-        numbers: of parameters in its groups; None: look again.
-        wrapped: how many flat parameters there were.
-        listings: what its parameters are listed for, by group of ranks.
-        flats: the flat parameters of these.
-        whole: those that are listed as they are.
-        options: as all ranks have them.
-        skips: what its steps leave alone.
-        is_judged: it may step over shards.
-        has_loaded: state, since.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: tuple[int, ...] | None = None
-        self.wrapped = 0
-        self.listings: list[list[weakref.ref[Registered]]] = []
-        self.flats: list[weakref.ref[FlatParam]] = []
-        self.whole: list[weakref.ref[FlatParam]] = []
-        self.options, self.skips = AgreedOptions(), Skips()
-        self.is_judged = self.has_loaded = False
-
-    def look_again(self, _: object) -> None:
-        """It has loaded state."""
-        self.numbers, self.has_loaded = None, True
 
 
 class _FirstSteps:
@@ -201,15 +183,15 @@ class _FirstSteps:
             if listings:
                 looked.options.check(listings[0].group, optimizer.param_groups)
                 _agree_on_cleared(listings)
-        looked.skips.saved = []  # of a step that was refused
+        looked.saved = []  # of a step that was refused
         if looked.whole:
-            looked.skips.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
+            looked.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
 
     def after(self, optimizer: Optimizer) -> None:
         """Notes that the step is over, or a closure is about to make other gradients."""
         looked = self._looked.get(optimizer)
         if looked is not None and looked.flats:
-            looked.skips.put_back(optimizer)
+            looked.put_back(optimizer)
             looked.options.note(optimizer.param_groups)
             for ref in looked.flats:
                 flat = ref()

@@ -130,11 +130,6 @@ class RegisteredShard:
         return [self.flat.names[self.first]]
 
     @property
-    def path(self) -> str:
-        """The unit's path in the root module, as far as it is known."""
-        return self.flat.path_of(self.first)
-
-    @property
     def label(self) -> str:
         """Names it in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
@@ -143,11 +138,6 @@ class RegisteredShard:
     def group(self) -> Group:
         """Ranks that share it."""
         return self.flat.group
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Device of the original parameter while gathered."""
-        return self.flat.compute_device
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""

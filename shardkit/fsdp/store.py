@@ -111,12 +111,14 @@ class Store(ABC):
         in_flight: the gathering that nobody has waited for, and what it fills, [W * S].
         users: how many units need the values now.
         keeps_shapes: original parameters have their shapes while they have no values.
+        serves_on: a new one would not do where nothing has changed.
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
     """
 
     keeps_shapes = True
+    serves_on = False
     joins: object = None
 
     def __init__(self, flat: FlatParam) -> None:
@@ -145,7 +147,8 @@ class Store(ABC):
 
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
-        return False
+        now = self._flat.group, self._flat.compute_dtype, self._flat.compute_device
+        return self.serves_on and now == (self._group, self._dtype, self._device)
 
     @property
     @abstractmethod
@@ -342,6 +345,8 @@ class Stored(Store):
     Such views are the original parameters, and what autograd saved of them.
     """
 
+    serves_on = True  # views of the memory may be saved for backward
+
     def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
         self._mesh = flat.post_forward_mesh
@@ -363,15 +368,6 @@ class Stored(Store):
         self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
-
-    def fits(self) -> bool:
-        """Views of the memory may be saved for backward, so it serves on where it can."""
-        flat = self._flat
-        return (
-            self._group is flat.group
-            and self._dtype == flat.compute_dtype
-            and self._device == flat.compute_device
-        )
 
     @property
     def gathered(self) -> torch.Tensor:

@@ -14,7 +14,6 @@ import platform
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -140,12 +139,6 @@ class Recorder:
     def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
-    def note_step(self, number: int) -> None:
-        self.steps.append((number, now()))
-
-    def stop(self) -> None:
-        self.ended = now()
-
     def on_number(self, name: str, value: torch.Tensor) -> None:
         """Numbers are for metrics."""
 
@@ -157,16 +150,9 @@ class Recorder:
         threads = {self.thread: 0}
         events = []
         for what, start, end, thread, marks in self.events:
-            on_device = self._on_device(marks)
-            events.append(
-                (
-                    numbers.setdefault(what, len(numbers)),
-                    start,
-                    end,
-                    threads.setdefault(thread, len(threads)),
-                    *on_device,
-                )
-            )
+            number = numbers.setdefault(what, len(numbers))
+            track = threads.setdefault(thread, len(threads))
+            events.append((number, start, end, track, *self._on_device(marks)))
         group = self._group
         return TracePart(
             format=FORMAT,
@@ -191,15 +177,6 @@ class Recorder:
             return None, None
         (zero, at), timer = self._zero, self._timer
         return at + timer.seconds(zero, marks[0]) * 1e9, at + timer.seconds(zero, marks[1]) * 1e9
-
-
-def packed(part: TracePart) -> bytes:
-    return zlib.compress(json.dumps(part).encode(), 1)
-
-
-def unpacked(data: bytes) -> TracePart:
-    found: TracePart = json.loads(zlib.decompress(data))
-    return found
 
 
 def part_path(path: Path, rank: int) -> Path:

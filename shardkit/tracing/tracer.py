@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import AnyCallable, Args, Framework, Kwargs, ProcessGroup, Tree
-from .ranges import Heard, What, leave, listen, stop_listening
-from .recording import Recorder, compare_clocks, packed, part_path, unpacked, write_atomically
+from .ranges import Heard, What, leave, listen, now, stop_listening
+from .recording import Recorder, compare_clocks, part_path, write_atomically
 from .timeline import merged
 
 # By thread, for ranks may be threads of one process. Torch's hooks for all optimizers are registered once and for good:
@@ -303,10 +304,13 @@ class Tracer:
         if recorder is None:
             return
         recorder.clock.append(compare_clocks(self.group))
-        parts = self.group.gather_object(packed(recorder.part()), 0, label="parts of a trace")
+        sent = zlib.compress(json.dumps(recorder.part()).encode(), 1)
+        parts = self.group.gather_object(sent, 0, label="parts of a trace")
         self.is_done = True
         if parts is not None:
-            write_atomically(self.path, json.dumps(merged([unpacked(part) for part in parts])))
+            write_atomically(
+                self.path, json.dumps(merged([json.loads(zlib.decompress(part)) for part in parts]))
+            )
             logger.info("%s has a trace of %d ranks: shardkit trace %s", self.path, len(parts), self.path)
 
     def abandon(self) -> None:
@@ -325,12 +329,12 @@ class Tracer:
         if recorder is not None:
             stop_listening(recorder)
             forget_data()
-            recorder.stop()
+            recorder.ended = now()
         return recorder
 
     def _step_ended(self, count: int) -> None:
         if self._recorder is not None:
-            self._recorder.note_step(count - 1)
+            self._recorder.steps.append((count - 1, now()))
         if self._steps is None:
             return
         if count == self._steps.stop:

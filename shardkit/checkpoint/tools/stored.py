@@ -10,14 +10,14 @@ import dataclasses
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
-from ...torch_seams.strided_views import memory_of, narrowed
+from ...torch_seams.strided_views import memory_of, narrowed, storage_order
 from ...types import StateDict, Tree
 
 _LARGE = 1 << 16
@@ -192,18 +192,6 @@ def _opened(path: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     except OSError as error:  # by its own name: who writes meanwhile would take it for the target's
         raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
-
-
-def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    expected = 1
-    for d in reversed(order):
-        if shape[d] != 1:
-            if strides[d] != expected:
-                return None
-            expected *= shape[d]
-    return order
 
 
 class _Source:

@@ -14,6 +14,7 @@ from typing import BinaryIO, cast
 import torch
 
 from ...layout import whole_box
+from ...torch_seams.strided_views import contiguous_strides
 from ...types import Tree
 from ..files.archive import LOCAL, Damage, View
 from ..files.loading import Reading, guarded, load, load_data
@@ -38,14 +39,12 @@ class Contents:
         """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are."""
         with open(self._path, "rb") as file, guarded(self._name):
             reading = Reading(self._name, cast(BinaryIO, self._part(file)), self._length, None)
-            if reading.open() & LOOKING:  # such tensors are read at once
-                return replaced(self.values(), held)
-            found = reading.outline()
-            keys = {storage.memory._cdata: key for key, storage in reading.storages.items()}
-            wheres = {
-                key: (*reading.archive.where(key), storage) for key, storage in reading.storages.items()
-            }
-            return replaced(found, lambda path, value: self._stored(path, value, keys, wheres))
+            if not reading.open() & LOOKING:
+                found = reading.outline()
+                keys = {storage.memory._cdata: key for key, storage in reading.storages.items()}
+                wheres = {k: (*reading.archive.where(k), storage) for k, storage in reading.storages.items()}
+                return replaced(found, lambda path, value: self._stored(path, value, keys, wheres))
+        return replaced(self.values(), held)
 
     def values(self) -> Tree:
         if self._name == self._path:
@@ -142,18 +141,8 @@ class _Pickler(pickle.Pickler):
             storage = self._keys[identity] = _Storage(str(len(self.tensors)), obj.dtype, obj.numel)
             self.tensors.append(obj)
         self._kept.append(obj)
-        strides, step = [], 1
-        for n in reversed(obj.shape):
-            strides.append(step)
-            step *= max(n, 1)
-        arguments: tuple[object, ...] = (
-            storage,
-            0,
-            obj.shape,
-            tuple(reversed(strides)),
-            False,
-            OrderedDict(),
-        )
+        strides = contiguous_strides(obj.shape)
+        arguments: tuple[object, ...] = (storage, 0, obj.shape, strides, False, OrderedDict())
         if obj.dtype in _OLD_STORAGES:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
