@@ -189,15 +189,12 @@ def check_backward(unit: Unit) -> None:
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
     """Returns the error, which says what to call instead."""
     remedy = f"Use {instead}, or do it with a module that is not wrapped" if instead else _INSTEAD
+    group = unit.group
+    where = "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
     return LifecycleError(
-        f"{_where(unit)}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
+        f"{where}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
         f"gathered and given back while it runs. {remedy}"
     )
-
-
-def _where(unit: Unit) -> str:
-    group = unit.group
-    return "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
 
 
 class BackwardPlan(NamedTuple):

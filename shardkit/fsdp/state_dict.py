@@ -417,13 +417,16 @@ def _without_wrapping(rest: str) -> str:
 
 def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, **kwargs: object) -> StateDict:
     """Returns the full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
-    destination, prefix, keep_vars = _arguments(args, kwargs)
+    given: StateDict = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+    destination, prefix = given.get("destination"), given.get("prefix", "")
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
     before = {key: id(value) for key, value in destination.items()}
-    with _full_or_as_is(state), collecting():
-        collect(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    is_as_it_is = state.state_is_local or state.summoned is not None
+    full = contextlib.nullcontext() if is_as_it_is else summoned(state, recurse=False, writeback=False)
+    with full, collecting():
+        collect(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", False))
         _rename(destination, prefix, _without_wrapping)
         versions = versions_of(destination)
         if versions is not None:
@@ -431,18 +434,6 @@ def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, *
         if not state.state_is_local:
             detach_entries(state, destination, prefix, before)
     return destination
-
-
-def _arguments(args: Args, kwargs: Kwargs) -> tuple[StateDict | None, str, bool]:
-    names = ("destination", "prefix", "keep_vars")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given.get("destination"), given.get("prefix", ""), given.get("keep_vars", False)
-
-
-def _full_or_as_is(state: ShardingState) -> contextlib.AbstractContextManager[None]:
-    if state.state_is_local or state.summoned is not None:
-        return contextlib.nullcontext()
-    return summoned(state, recurse=False, writeback=False)
 
 
 def detach_entries(state: ShardingState, destination: StateDict, prefix: str, before: dict[str, int]) -> None:

@@ -398,8 +398,7 @@ class InSegments(Placement):
 
         def put_aside() -> None:
             for segment in self.segments:
-                if segment.was_written():
-                    segment.take_values()
+                segment.take_values(if_written=True)
                 segment.take_gradient()
             aside[:] = [_put_aside(s, optimizer) for s in self.segments]
 
@@ -425,7 +424,7 @@ class InSegments(Placement):
             loss = optimizer.step(evaluated, **kwargs)
         put_back()
         for segment in self.segments:
-            segment.mark_used_up()
+            segment.is_used_up = True
         self.publish()
         return loss
 

@@ -332,7 +332,9 @@ class SkipOutOfMemory:
         self._note_buffers()
         self._versions = [p._version for p in self._parameters()]
         self._backwards = [u.unit.backwards for u in self._units]
-        self._inside.enter_context(self._calls.listening(self._listened()))
+        heard = [*self._groups, *(u.post_forward_mesh for u in self._units)]
+        groups = dict.fromkeys(g for g in heard if g is not None)
+        self._inside.enter_context(self._calls.listening(groups))
         self._is_inside = True
         return self
 
@@ -348,16 +350,17 @@ class SkipOutOfMemory:
             logger.warning("rank %d ran out of memory: %s", self._global_rank(), str(error).split("\n")[0])
             self._leave(error)
         if self._tell(error is not None):
-            self._refuse_steps()
+            found = "" if self.rank is None else f" Rank {self.rank} ran out of memory this time."
+            raise LifecycleError(
+                "SkipOutOfMemory: parameters were changed inside of the with (by optimizer.step(), or by a module as "
+                "Embedding(max_norm=)), which can't be taken back where a rank runs out of memory. Put the step behind "
+                f"it.{found}"
+            )
         if self.rank is None:
             self._learn()
         else:
             self._skip()
         return True
-
-    def _listened(self) -> list[Group]:
-        meshes = (u.post_forward_mesh for u in self._units)
-        return list(dict.fromkeys(g for g in (*self._groups, *meshes) if g is not None))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Lists what an optimizer would change."""
@@ -369,14 +372,6 @@ class SkipOutOfMemory:
 
     def _has_stepped(self) -> bool:
         return self._versions != [p._version for p in self._parameters()]
-
-    def _refuse_steps(self) -> NoReturn:
-        found = "" if self.rank is None else f" Rank {self.rank} ran out of memory this time."
-        raise LifecycleError(
-            "SkipOutOfMemory: parameters were changed inside of the with (by optimizer.step(), or by a module as "
-            "Embedding(max_norm=)), which can't be taken back where a rank runs out of memory. Put the step behind "
-            f"it.{found}"
-        )
 
     def _note_buffers(self) -> None:
         self._absent = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is None]
@@ -448,13 +443,6 @@ class SkipOutOfMemory:
             self._known = calls
         self._last = calls
 
-    def _put_buffers_back(self) -> None:
-        for module, name, buffer, copy in self._buffers:
-            buffer.data.copy_(copy)
-            module._buffers[name] = buffer
-        for module, name in self._absent:
-            module._buffers[name] = None
-
     @torch.no_grad()
     def _skip(self) -> None:
         self.skipped = True
@@ -462,7 +450,11 @@ class SkipOutOfMemory:
         self._drop()
         for unit, backwards in zip(self._units, self._backwards, strict=True):
             unit.unit.backwards = backwards  # ranks that left the step have not come to its end
-        self._put_buffers_back()
+        for module, name, buffer, copy in self._buffers:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
+        for module, name in self._absent:
+            module._buffers[name] = None
         if self._in_a_row >= IN_A_ROW:
             raise LifecycleError(
                 f"SkipOutOfMemory: {IN_A_ROW} batches in a row were skipped, the last because rank {self.rank} ran out "
