@@ -434,9 +434,8 @@ def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
         "lightning",
     ):
         if isinstance(inner, AdaScale):
-            _ = (
-                inner._averages
-            )  # they are made at their first use, and a new one is to take those that were saved
+            # they are made at their first use, and a new one is to take those that were saved
+            _ = inner._averages
         found = getattr(inner, "optimizer", None)
         if not isinstance(found, Optimizer):
             break

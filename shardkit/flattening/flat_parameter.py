@@ -20,9 +20,8 @@ from ..types import Memo
 ParamInfo = tuple[str, nn.Module, str]
 # A further place of it: module's name here and at the first place, then module and attribute here and there.
 SharedParamInfo = tuple[str, str, nn.Module, str, nn.Module, str]
-FlatState = tuple[
-    list[int], list[torch.Size], list[ParamInfo], list[SharedParamInfo]
-]  # numels, shapes, and both
+# numels, shapes, and both
+FlatState = tuple[list[int], list[torch.Size], list[ParamInfo], list[SharedParamInfo]]
 ParamGroups = Iterable[Iterable[nn.Parameter]] | Iterable[nn.Parameter] | None
 
 FLAT_PREFIX = "flat_param_"

@@ -92,9 +92,8 @@ def shard(states: Sequence[ShardingState]) -> None:
             check_one_device([original.param for original in found.originals])
             connect(state, found.originals[0].param if found.originals else None, found.lenders())
             waiting.append(found)
-            if (
-                not state.group.backend.has_storage
-            ):  # its exchange gives back memory of the one before (docs/XLA.md)
+            # its exchange gives back memory of the one before (docs/XLA.md)
+            if not state.group.backend.has_storage:
                 _shard(waiting)
                 waiting = []
         if waiting:
@@ -498,9 +497,8 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
     if is_placed:
         layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
     if layout.grains is not None and not group.backend.has_storage:
-        layout = ShardLayout(
-            layout.numels, group.world_size
-        )  # all ranks run one program: parts are of one size
+        # all ranks run one program: parts are of one size
+        layout = ShardLayout(layout.numels, group.world_size)
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     device = options.device or originals[0].param.device
     if originals[0].store is not None and mesh is not None:
@@ -667,9 +665,8 @@ def _wake(state: ShardingState) -> None:
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
     state.is_asleep = False
     connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
-    for flat in [
-        f for f in state.flats if f.is_asleep
-    ]:  # else of a unit of several modules, whose first is awake
+    # else of a unit of several modules, whose first is awake
+    for flat in [f for f in state.flats if f.is_asleep]:
         if flat.layout.world_size != state.group.world_size:
             raise ConfigurationError(
                 f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "

@@ -264,9 +264,8 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
                     ):
                         if found is not original.param:
                             raise replaced_original(original.param, flat.group.rank)
-                        hide(
-                            Place(module, name), original.param
-                        )  # it was put back, see [Note: registrations]
+                        # it was put back, see [Note: registrations]
+                        hide(Place(module, name), original.param)
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:

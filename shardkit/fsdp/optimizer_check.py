@@ -371,9 +371,8 @@ class _LocalSteps:
     def before(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         one_of_each = {type(p): p for g in groups for p in g["params"]}
-        kinds = {
-            kind for kind, p in one_of_each.items() if is_dtensor(p)
-        }  # not asked of each: a call a parameter
+        # not asked of each: a call a parameter
+        kinds = {kind for kind, p in one_of_each.items() if is_dtensor(p)}
         if not kinds:
             return
         listed = [p for g in groups for p in g["params"] if type(p) in kinds]

@@ -264,9 +264,8 @@ class Owner(NamedTuple):
 # Of original parameters, by id. Neither these nor flat parameters, which hold them, are kept alive. What is noted ends
 # with the flat parameter.
 _owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
-_views: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # owners of views of original parameters that a program keeps
+# owners of views of original parameters that a program keeps
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 

@@ -370,9 +370,8 @@ class RegisteredShards:
         if own is not None:
             with as_plain():
                 own.add_(gradient)
-            _mark(
-                before, kind
-            )  # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
+            # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
+            _mark(before, kind)
         elif there or hooked:
             self._hand_over_one_by_one(gradient, had, kind, before)
         else:

@@ -406,9 +406,8 @@ class Stored(Store):
             if self._group.world_size == 1:
                 work = DONE
             else:
-                gather = (
-                    self._channel.all_gather_into if flat.on_gather is None else self._gather
-                )  # a call less
+                # a call less
+                gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
 
@@ -571,9 +570,8 @@ class Joined:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
         self._stores, self._backend, self._waiting = stores, first._backend, 0
         world_size = first._group.world_size
-        with torch.inference_mode(
-            False
-        ):  # made when first needed, maybe in an evaluation; used in training, too
+        # made when first needed, maybe in an evaluation; used in training, too
+        with torch.inference_mode(False):
             self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
             self._own = own_part(self._full, first._group)
             self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)

@@ -184,9 +184,8 @@ class TorchsMethods:
         for name, method in METHODS.items():
             if not hasattr(type(module), name):
                 module.__dict__[name] = MethodType(method, self)
-        if callable(
-            getattr(type(module), "generate", None)
-        ):  # may call a part of the module: an encoder, say
+        # may call a part of the module: an encoder, say
+        if callable(getattr(type(module), "generate", None)):
             register_fsdp_forward_method(module, "generate")
 
     def _states(self, recurse: bool) -> list[ShardingState]:

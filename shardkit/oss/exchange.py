@@ -493,9 +493,8 @@ class SparseReducer(GradientPart):
         )
         if not mine:
             return False
-        values = values.view(
-            -1, *param.shape[1:]
-        )  # said to be right, or torch warns that it does not check them
+        # said to be right, or torch warns that it does not check them
+        values = values.view(-1, *param.shape[1:])
         total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
         total = torch.sparse_coo_tensor(
             total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False

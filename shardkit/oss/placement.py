@@ -316,9 +316,8 @@ class OnEveryRank(OfParameters):
         return True
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
-        self.group.backend.mark_step(
-            wait=True
-        )  # where that is a collective, ranks that do not read take part
+        # where that is a collective, ranks that do not read take part
+        self.group.backend.mark_step(wait=True)
         state: Tree = optimizer.state
         return {p: s for p, s in state.items() if not isinstance(p, str) and s} if is_kept else {}
 

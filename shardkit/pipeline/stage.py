@@ -234,9 +234,8 @@ class Stage:
                 self._link.drop()
                 src, left = self._due
                 for _ in range(left if src not in self._link.failed else 0):
-                    self._link.receive(
-                        src
-                    )  # and drop what a neighbour still sends, which would wait for that
+                    # and drop what a neighbour still sends, which would wait for that
+                    self._link.receive(src)
                 for neighbour in neighbours:
                     if neighbour is not None and neighbour not in self._link.failed:
                         self._link.send(neighbour, facts)

@@ -90,9 +90,8 @@ def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str 
     """Norm over all ranks of the group from each rank's :func:`local_norm`; every rank calls it."""
     if group.world_size == 1:
         return local
-    if (
-        local.device.type != group.backend.device_type
-    ):  # gradients are offloaded, and the library takes no host tensors
+    # gradients are offloaded, and the library takes no host tensors
+    if local.device.type != group.backend.device_type:
         return global_norm(local.to(group.backend.device()), norm_type, group, label).to(local.device)
     control, label = group.channel("control"), label or "norm of gradients"
     if math.isinf(norm_type):

@@ -182,9 +182,8 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
                 f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
                 f"{g.instead} takes it right"
             )
-    there = [
-        g for g in here if g.numel()
-    ]  # a shard may have no rows here, and nothing has no largest element
+    # a shard may have no rows here, and nothing has no largest element
+    there = [g for g in here if g.numel()]
     taken = _NORMS(there, norm_type) if several else [torch.linalg.vector_norm(g, norm_type) for g in there]
     norms = iter(taken)
     marked = [

@@ -216,9 +216,8 @@ class TorchFileWriter:
         self._zip.close()
 
     def _record(self, name: str, blocks: Iterable[memoryview | bytes], size: int) -> None:
-        info = zipfile.ZipInfo(
-            f"archive/{name}"
-        )  # of the first day of zip's calendar: the same bytes every time
+        # of the first day of zip's calendar: the same bytes every time
+        info = zipfile.ZipInfo(f"archive/{name}")
         info.file_size = size
         large = size * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
         begin = self._zip.start_dir + _LOCAL_HEADER + len(info.filename) + 4 + (_ZIP64_EXTRA if large else 0)

@@ -108,9 +108,8 @@ class ListedParameter(nn.Parameter):
         if gradient is None or (part.here is not None and not part.may_have_gradient):
             return None
         flat = part.flat
-        if (
-            flat is not None and flat.group.backend.even_shards_only
-        ):  # ranks cut alike: the first has the shard's
+        # ranks cut alike: the first has the shard's
+        if flat is not None and flat.group.backend.even_shards_only:
             return gradient if part.number == 0 else None
         shown = part.cut(gradient)
         if type(gradient) is not torch.Tensor:
