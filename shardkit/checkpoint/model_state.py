@@ -39,7 +39,9 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self.module = _unwrapped(model)
+        self.module = model
+        while isinstance(self.module, (ShardedDDP, DistributedDataParallel, DataParallel)):
+            self.module = self.module.module
         # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
         self.same = ranks.everybody if self.module is not model else (0,)
         self.ranks = ranks
@@ -149,9 +151,3 @@ class ModelState:
 
 def _joined(path: str, name: str) -> str:
     return plain_name(f"{path}.{name}" if path else name)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, (ShardedDDP, DistributedDataParallel, DataParallel)):
-        model = model.module
-    return model

@@ -176,21 +176,6 @@ class FlatParam:
 
     # ------------------------------------------------------------ the store
     @property
-    def keeps_shapes(self) -> bool:
-        """Original parameters have their shapes while they have no values."""
-        return self.store.keeps_shapes
-
-    @property
-    def gathered(self) -> torch.Tensor:
-        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
-        return self.store.gathered
-
-    @property
-    def is_full(self) -> bool:
-        """Original parameters have their values, or will have after the store's ``finish``."""
-        return self.store.state in FULL
-
-    @property
     def is_summoned(self) -> bool:
         """Inside :meth:`summoned`."""
         return self.store.state is SUMMONED

@@ -30,7 +30,7 @@ from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
 from .originals import SplitParameter, as_tensors
-from .registered import Registered
+from .registered import Registered, add_gradient
 
 _grad_of = attrgetter("param.grad")
 
@@ -261,19 +261,10 @@ class GradientPack(ABC):
             ).wait()
 
     def _hand_over(self, gradient: torch.Tensor) -> None:
-        """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
         param = self._flat.param
         if gradient.shape != param.shape:
             gradient = gradient.view(param.shape)
-        for hook in (param._backward_hooks or {}).values():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if param.grad is None:
-            param.grad = gradient
-        else:
-            param.grad.add_(gradient)
-        if type(param.grad) is torch.Tensor:
-            param.grad.__class__ = self._gradient_class
+        add_gradient(param, gradient, self._gradient_class)
         for after in (param._post_accumulate_grad_hooks or {}).values():
             after(param)
 

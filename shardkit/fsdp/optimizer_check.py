@@ -103,7 +103,12 @@ class _Looked:
                 continue
             if are_some or unused.used is not None:
                 used = unused.used
-                kept = UnusedRanges(_unused_ranges(flat)) if used is None else UsedMask(used)
+                ranges = [
+                    (p.offset, p.offset + p.numel)
+                    for p in flat.layout.pieces()
+                    if p.rank == flat.group.rank and unused.originals[p.item]
+                ]
+                kept = UnusedRanges(ranges) if used is None else UsedMask(used)
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:
@@ -132,15 +137,6 @@ class _Looked:
         if flat.reduce.order is not None:  # and not the same on other numbers of ranks
             raise LifecycleError(text % (rank, name, type(optimizer).__name__))
         logger.warning(text, rank, name, type(optimizer).__name__)
-
-
-def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
-    """Parts of this rank's shard whose original parameters had no gradient, as (start, end)."""
-    return [
-        (p.offset, p.offset + p.numel)
-        for p in flat.layout.pieces()
-        if p.rank == flat.group.rank and flat.unused.originals[p.item]
-    ]
 
 
 def _counts(optimizer: Optimizer) -> bool:
@@ -202,7 +198,11 @@ class _FirstSteps:
 def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     listed = [listing for listing in map(listing_of, params) if listing is not None]
-    cut = [*filter(_is_cut, listed)]
+    cut = [
+        f
+        for f in listed  # whose shard is not one of the parameters as it is
+        if f.group.world_size > 1 or len(f.originals) > 1 or f.param.shape != f.originals[0].shape
+    ]
     is_new = not looked.is_judged and bool(cut)
     if is_new or looked.has_loaded:
         check_loaded(optimizer, listed)
@@ -248,11 +248,6 @@ def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwarg
         if any(isinstance(p, torch.Tensor) and shard_behind(p) is not None for p in tree_leaves(params)):
             raise _coupled("Muon") from error
         raise
-
-
-def _is_cut(flat: Registered) -> bool:
-    """Whether what the optimizer sees is not one of the parameters as it is."""
-    return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 
 
 def _refuse_originals(optimizer: Optimizer) -> None:

@@ -319,7 +319,7 @@ def name_of_original(param: nn.Parameter) -> str | None:
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     """Returns the parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owner_of(param)
-    if owner is None or owner.flat.keeps_shapes:
+    if owner is None or owner.flat.store.keeps_shapes:
         return param
     shape = owner.flat.originals[owner.number].shape
     return torch.empty(shape, dtype=param.dtype, device=param.device if what in ALIKE else "meta")
@@ -344,7 +344,13 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
     of_view = _views.get(param)
     flat = None if of_view is None else of_view[0]()
     if flat is not None:
-        return _refusal_of_view(Owner(flat, of_view[1]), what)
+        group, name = flat.group, _name_in(Owner(flat, of_view[1]))
+        return (
+            f"rank {group.ranks[group.rank]}: {what} needs the values of a view of parameter {name!r} that was kept "
+            f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the "
+            "view has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that "
+            "holds the parameter"
+        )
     owner, name = _owner_of(param), _name(param)
     if owner is None:
         return (
@@ -361,16 +367,6 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
         "`with module.summon_full_params():` (of a module that fully_shard has sharded: "
         "`with shardkit.sharding_of(module).summon_full_params():`). A module that reads weights of other modules has "
         "to be wrapped together with them"
-    )
-
-
-def _refusal_of_view(owner: Owner, what: str) -> str:
-    group, name = owner.flat.group, _name_in(owner)
-    return (
-        f"rank {group.ranks[group.rank]}: {what} needs the values of a view of parameter {name!r} that was kept "
-        f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the view "
-        "has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that holds the "
-        "parameter"
     )
 
 

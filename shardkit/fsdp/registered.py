@@ -373,7 +373,9 @@ class RegisteredShards:
             # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
             _mark(before, kind)
         elif there or hooked:
-            self._hand_over_one_by_one(gradient, had, kind, before)
+            for p, view in zip(self.params, self._views(gradient, had, kind), strict=True):
+                if view is not None:
+                    add_gradient(p, view, kind)
         else:
             self._show(gradient, had, kind)
         for r, _ in there:
@@ -384,22 +386,25 @@ class RegisteredShards:
                 for after in (p._post_accumulate_grad_hooks or {}).values() if h else ():
                     after(p)
 
-    def _hand_over_one_by_one(
-        self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor],
-        before: Sequence[torch.Tensor | None],
-    ) -> None:  # fmt: skip
-        for p, view, g in zip(self.params, self._views(gradient, had, kind), before, strict=True):
-            if view is None:
-                continue
-            for hook in (p._backward_hooks or {}).values():
-                changed = hook(view)
-                view = view if changed is None else changed
-            if g is None:
-                p.grad = view
-            else:
-                with as_plain():
-                    g.add_(view)
-                _mark([g], kind)
+
+def add_gradient(param: torch.Tensor, gradient: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Adds to a shard's gradient, as autograd would: through hooks, which autograd never calls for it.
+
+    Args:
+        kind: class of gradients whose other parts are on other ranks.
+    """
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if param.grad is None:
+        param.grad = gradient
+    else:
+        with as_plain():
+            param.grad.add_(gradient)
+    if type(param.grad) is torch.Tensor:
+        param.grad.__class__ = kind
+    else:
+        _mark([param.grad], kind)
 
 
 def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
@@ -499,7 +504,7 @@ class ShardedFlatParameter(FlatParameter):
     @property
     def _full_param_padded(self) -> torch.Tensor:
         """The gathered flat parameter [W * S]; without memory while the unit is not gathered."""
-        return self._flat.gathered
+        return self._flat.store.gathered
 
     @property
     def _saved_grad_shard(self) -> torch.Tensor | None:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
 
 import torch
 
@@ -129,7 +128,10 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
                 write_torch_file(file, value)
                 shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
             else:
-                _write_object(file, value)
+                # as DCP does; tensors that are in it (in a tuple) are read
+                buffer = io.BytesIO()
+                torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
+                file.write(buffer.getbuffer())
             box = None if shape is None else ((0,) * len(shape), shape)
             length = file.tell() - start
             records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
@@ -146,13 +148,6 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
         keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
         tree = tree[key]
     return tuple(keys)
-
-
-def _write_object(file: BinaryIO, value: Tree) -> None:
-    """Writes a file of torch.save, as DCP does. Tensors that are in it (in a tuple) are read."""
-    buffer = io.BytesIO()
-    torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
-    file.write(buffer.getbuffer())
 
 
 def hashed(path: str, records: list[Written], kind: str) -> StoredFile:

@@ -169,10 +169,6 @@ def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: 
         raise ConfigurationError(
             f"{path} has {len(files)} files that each are a checkpoint; pass one of them"
         )
-    return _with_model(files[0], "torch", _as_dict(trees[0], files[0]), model_key, {})
-
-
-def _as_dict(tree: Tree, path: str) -> StateDict:
-    if not isinstance(tree, dict):
-        raise ConfigurationError(f"{path} holds a {type(tree).__name__}, and a checkpoint is a dict")
-    return tree
+    if not isinstance(trees[0], dict):
+        raise ConfigurationError(f"{files[0]} holds a {type(trees[0]).__name__}, and a checkpoint is a dict")
+    return _with_model(files[0], "torch", trees[0], model_key, {})

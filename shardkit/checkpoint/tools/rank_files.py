@@ -330,16 +330,13 @@ def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedMod
             stack.enter_context(TorchFileWriter(file, tree)) for file, tree in zip(files, trees, strict=True)
         ]
         for tensor in cut.params.values():
-            _write_shards(tensor.read().reshape(-1), tensor.dtype, writers)
+            whole = tensor.read().reshape(-1)
+            for rank, writer in enumerate(writers):
+                size = writer.coming[0].numel
+                writer.write_next(_padded(whole, rank * size, size, tensor.dtype))
         for writer in writers:
             for buffer in writer.coming:
                 writer.write_next(buffer.blocks())
-
-
-def _write_shards(whole: torch.Tensor, dtype: torch.dtype, writers: list[TorchFileWriter]) -> None:
-    for rank, writer in enumerate(writers):
-        size = writer.coming[0].numel
-        writer.write_next(_padded(whole, rank * size, size, dtype))
 
 
 def _padded(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> Iterator[memoryview | bytes]:

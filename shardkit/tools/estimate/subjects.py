@@ -135,7 +135,7 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
     gathered: list[torch.Tensor] = []
     state = state_of(model)
     for flat in state.all_flats() if state is not None else ():
-        gathered.append(flat.gathered)
+        gathered.append(flat.store.gathered)
         with as_tensors():
             gradients += [o.param.grad for o in flat.originals if o.param.grad is not None]
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer

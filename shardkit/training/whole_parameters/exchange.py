@@ -251,14 +251,11 @@ class Exchange(Bringing):
         chunks = [p.cut(shard_of(p)) for p in parts]
         if gradients:
             chunks += [_gradient(p) for p in parts]
-            if parts:
-                chunks.append(self._flags_of(tuple([p.may_have_gradient for p in parts])))
+            have = tuple([p.may_have_gradient for p in parts])
+            if have not in self._flags:
+                self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
+            chunks.append(self._flags[have])
         return chunks
-
-    def _flags_of(self, have: tuple[bool, ...]) -> torch.Tensor:
-        if have not in self._flags:
-            self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
-        return self._flags[have]
 
     def finish(self) -> None:
         if self._arriving is None:

@@ -8,7 +8,7 @@ else is a parameter's as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,10 @@ def collect(
     ordered = [part_of[id(listed)] for listed in order]
     index = {p.name: k for k, p in enumerate(ordered)}
     state: dict[int, StateDict] = {}
-    for key, own in _by_group(ordered).items():
+    by_group: dict[tuple[int, ...], list[Part]] = {}
+    for part in ordered:
+        by_group.setdefault(() if part.flat is None else part.flat.group.ranks, []).append(part)
+    for key, own in by_group.items():
         group = ranks.get(key)
         for some in buckets_by_numel([p.shape.numel() for p in own], _AT_ONCE):
             sent = {own[k].name: mine[own[k].name] for k in some if own[k].name in mine}
@@ -82,13 +85,6 @@ def _gathered(
     if recipient == -1:
         return control.all_gather_object(sent, label="state_dict of WholeParameters")
     return control.gather_object(sent, recipient, label="state_dict of WholeParameters")
-
-
-def _by_group(parts: Iterable[Part]) -> dict[tuple[int, ...], list[Part]]:
-    found: dict[tuple[int, ...], list[Part]] = {}
-    for part in parts:
-        found.setdefault(() if part.flat is None else part.flat.group.ranks, []).append(part)
-    return found
 
 
 def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
