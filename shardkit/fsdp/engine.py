@@ -112,17 +112,14 @@ def check_one_thread(engine: Engine, what: str) -> None:
     other = engine.state.thread
     if engine.state.task in (NO_BACKWARD, task) or other == me:
         return
-    if _is_in_backward(other) and (task == NO_BACKWARD or _called_here()):
+    of_other = sys._current_frames().get(other)
+    if frame_of_backward(of_other) is not None and (task == NO_BACKWARD or _called_here()):
         raise _refusal(other, "backward", what)
 
 
 def _called_here() -> bool:
     """Whether this thread called the backward that it runs."""
     return frame_of_backward(sys._getframe(1)) is not None
-
-
-def _is_in_backward(thread: int) -> bool:
-    return frame_of_backward(sys._current_frames().get(thread)) is not None
 
 
 def _refusal(other: int, doing: str, what: str) -> LifecycleError:

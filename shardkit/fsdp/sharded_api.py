@@ -53,7 +53,11 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     gradients = [p.grad for p in rest if p.grad is not None]
     alike = gradients.copy()
     for flat in flats:
-        own = _gradients_of(flat)
+        # this rank's, without padding that nobody lists or clears
+        if flat.shards is not None:
+            own = flat.shards.local_gradients()
+        else:
+            own = [] if flat.param.grad is None else [flat.param.grad]
         gradients += own
         groups = _spread_over(flat)
         portion = by_groups.setdefault(tuple(g.ranks for g in groups), Portion([], groups))
@@ -77,13 +81,6 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
     like = norm_like(params)
     on_host = like.device.type == "cpu" and not root.options.offload.parameters
     return like.to(root.group.backend.device()) if on_host else like
-
-
-def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
-    """Returns this rank's gradients, without padding that nobody lists or clears."""
-    if flat.shards is not None:
-        return flat.shards.local_gradients()
-    return [] if flat.param.grad is None else [flat.param.grad]
 
 
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

@@ -238,9 +238,6 @@ class _Batches(Iterator[list[int]]):
         self._sampler, self._epoch, self._start = sampler, epoch, start
         self._end = sampler.order.end(start)
 
-    def __iter__(self) -> _Batches:
-        return self
-
     def __next__(self) -> list[int]:
         if self._start >= self._end:
             raise StopIteration

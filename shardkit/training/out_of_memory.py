@@ -58,10 +58,6 @@ class Shaped(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Shaped:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
@@ -117,7 +113,7 @@ def _described(group: Group, name: str, args: Args, kwargs: Kwargs) -> IssuedCal
 
 def _plain(argument: Tree) -> Argument:
     if isinstance(argument, torch.Tensor):
-        return Shaped.of(argument)
+        return Shaped(tuple(argument.shape), argument.dtype, argument.device)
     if argument is None or isinstance(argument, int | str | ReduceOp):
         return argument
     return tuple(int(n) for n in argument)  # sizes

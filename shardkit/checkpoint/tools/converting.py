@@ -105,7 +105,8 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
             raise ConfigurationError(f"--tied {name}={kept}: the model has no tensor {missing!r}")
         if tensor.shape != other.shape or tensor.dtype != other.dtype or not same_bits(tensor, other):
             raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
-        both = other.identified(("tied", kept) if other.identity is None else other.identity)
+        identity = ("tied", kept) if other.identity is None else other.identity
+        both = dataclasses.replace(other, identity=identity)
         model[name] = model[kept] = both
 
 

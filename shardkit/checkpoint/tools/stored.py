@@ -87,10 +87,6 @@ class StoredTensor:
         """Returns the same tensor, handed out as another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
-    def identified(self, identity: object) -> StoredTensor:
-        """Returns the same tensor, known to be one with others of this identity."""
-        return dataclasses.replace(self, identity=identity)
-
     def read(self) -> torch.Tensor:
         """Reads all of it, as it is stored: memory of one tensor, and a block."""
         if self.value is not None:
@@ -282,7 +278,7 @@ class Checkpoint:
     @property
     def model(self) -> StateDict:
         """The model's state dict by name."""
-        return dict(flat_items(at(self.tree, self.model_path)))
+        return {dotted(path): value for path, value in leaves(at(self.tree, self.model_path))}
 
     @property
     def optimizer_path(self) -> Path | None:
@@ -354,11 +350,6 @@ def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
         isinstance(v, Mapping | StoredTensor) or (isinstance(v, list | tuple) and _is_taken_apart(v))
         for v in values
     )
-
-
-def flat_items(tree: object) -> Iterator[tuple[str, object]]:
-    for path, value in leaves(tree):
-        yield dotted(path), value
 
 
 def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
