@@ -74,7 +74,7 @@ class Holder(abc.ABC):
         return set()
 
     def named(self) -> dict[str, object]:
-        """State under names of its own, alike on all ranks (AdaScale's averages)."""
+        """Returns state under names of its own, alike on all ranks (AdaScale's averages)."""
         state: Tree = self.optimizer.state
         return {k: copy.deepcopy(v) for k, v in state.items() if isinstance(k, str)}
 

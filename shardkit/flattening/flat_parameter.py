@@ -90,7 +90,7 @@ def as_groups(param_list: ParamGroups, module: nn.Module) -> list[list[nn.Parame
 
 
 def flat_names(names: Sequence[str] | None, count: int) -> list[str]:
-    """Returns names of ``count`` flat parameters.
+    """Returns the names of ``count`` flat parameters.
 
     Raises:
         ConfigurationError: the names are too many, too few, or not distinct.
@@ -158,7 +158,7 @@ class FlatParameter(nn.Parameter):
         self._shared_param_infos = []
 
     def get_param_views(self, external_data: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Original parameters as views of ``external_data`` [N], or of this parameter.
+        """Returns original parameters as views of ``external_data`` [N], or of this parameter.
 
         Raises:
             ConfigurationError: the tensor has another numel (one rank's shard, say).

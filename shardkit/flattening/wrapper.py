@@ -99,12 +99,12 @@ class FlattenParamsWrapper(nn.Module):
 
     @property
     def module(self) -> Tree:
-        """The wrapped module."""
+        """Returns the wrapped module."""
         return self._fpw_module
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The flat parameter, where there is exactly one.
+        """Returns the flat parameter, where there is exactly one.
 
         Raises:
             LifecycleError: there are none or several.
@@ -294,14 +294,14 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- state dicts
     def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """State under the names that parameters have in the wrapped module. Arguments as in torch."""
+        """Returns state under the names that parameters have in the wrapped module. Arguments as in torch."""
         if self.is_flattened and self._auto_unflatten_state_dict:
             with self.unflatten_params():
                 return super().state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
 
     def flat_state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """State with the flat parameters as they are. Wrappers within the module still give original names.
+        """Returns state with the flat parameters as they are. Wrappers within the module still give original names.
 
         Raises:
             LifecycleError: within :meth:`unflatten_params`.

@@ -117,13 +117,13 @@ class FlatParam:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the original parameters while gathered; complex numbers and integers stay what they are."""
+        """Returns the dtype of original parameters while gathered; complex numbers and integers stay what they are."""
         chosen, own = self._compute_dtype, self.param.dtype
         return chosen if chosen is not None and own.is_floating_point else own
 
     @property
     def compute_device(self) -> torch.device:
-        """Device of the original parameters while gathered."""
+        """Returns the device of the original parameters while gathered."""
         return self._compute_device or self.param.device
 
     @property

@@ -89,7 +89,7 @@ def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]
 
 
 def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Tensor:
-    """Items, each in one dimension, as the flat parameter [W * S]; zeros are between and behind them."""
+    """Returns items, each in one dimension, as the flat parameter [W * S]; zeros are between and behind them."""
     placed = list(zip(layout.offsets(), rows, strict=True))
     gaps = gaps_between([(start, row.numel()) for start, row in placed], layout.padded_numel)
     placed += [(start, rows[0].new_zeros(numel)) for start, numel in gaps]

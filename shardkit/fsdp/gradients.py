@@ -41,7 +41,7 @@ Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 
 
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
-    """Dtype in which gradients are packed."""
+    """Returns the dtype in which gradients are packed."""
     own = flat.compute_dtype
     return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
 
@@ -295,7 +295,7 @@ class StoredPack(GradientPack):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are packed and sent, of all ranks' parts."""
+        """Returns the bytes that are packed and sent, of all ranks' parts."""
         return self._form.starts[-1] * self._dtype.itemsize
 
     @property

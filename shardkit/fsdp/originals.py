@@ -312,7 +312,7 @@ def are_copied(flats: Sequence[FlatParam], memo: Memo) -> bool:
 
 
 def name_of_original(param: nn.Parameter) -> str | None:
-    """Full name of an original parameter, as far as it is known; None for other parameters."""
+    """Returns the full name of an original parameter, as far as it is known; None for other parameters."""
     return _name(param) if _owner_of(param) is not None else None
 
 

@@ -136,7 +136,7 @@ class RegisteredShard:
 
     @property
     def group(self) -> Group:
-        """Ranks that share it."""
+        """Returns the ranks that share it."""
         return self.flat.group
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
@@ -565,7 +565,7 @@ def show(place: Place, param: nn.Parameter) -> None:
 
 
 def written_names(module: nn.Module) -> list[str]:
-    """Returns names of a module's parameters in order, those that a unit has taken included."""
+    """Returns the names of a module's parameters in order, those that a unit has taken included."""
     order = _order(module)
     return [*order, *(name for name in module._parameters if name not in order)]
 

@@ -246,12 +246,12 @@ class ShardingState:
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Registered]:
-        """Listings of all registered parameters, unit by unit in the order of parameters."""
+        """Returns listings of all registered parameters, unit by unit in the order of parameters."""
         return [listing for state in self.states() for listing in state.listings]
 
     @property
     def listings(self) -> list[Registered]:
-        """Listings of the registered parameters of its module."""
+        """Returns listings of the registered parameters of its module."""
         found = [listing for flat in self.flats for listing in flat.listings]
         if self.mates:
             found = [listing for listing in found if listing.originals[0].home == self.home]

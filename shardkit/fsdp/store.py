@@ -153,7 +153,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def gathered(self) -> torch.Tensor:
-        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
+        """Returns the tensor that original parameters are views of, [W * S]; it may have no memory now."""
 
     # ------------------------------------------------------------ transitions
     @abstractmethod

@@ -229,7 +229,7 @@ def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> No
 
 
 def _shards_of(module: nn.Module) -> dict[str, Registered]:
-    """Names of parameters whose values the module has not, and the flat parameters that have them."""
+    """Returns the names of parameters whose values the module has not, and the flat parameters that have them."""
     found: dict[str, Registered | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
         flat = None if param is None else shard_behind(param)

@@ -84,7 +84,7 @@ class TorchsWords(NamedTuple):
         return self.mp_policy is None or self.mp_policy.cast_forward_inputs
 
     def precision(self, given: PrecisionPolicy | None) -> PrecisionPolicy | None:
-        """Dtypes of compute."""
+        """Returns the dtypes of compute."""
         if self.mp_policy is None:
             return given
         _refuse_both("mp_policy", "precision", given)

@@ -599,7 +599,7 @@ def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]
 
 
 def rows_of_small(units: Sequence[Unit]) -> list[Unit | SmallUnits]:
-    """Units in order, those together whose gradients are small and can travel as one message."""
+    """Returns units in order, those together whose gradients are small and can travel as one message."""
     rows: list[list[Unit]] = []
     room, last = -1, set[object]()
     for unit in units:

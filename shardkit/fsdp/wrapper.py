@@ -124,7 +124,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def module(self) -> nn.Module:
-        """The wrapped module, or the wrapper's inner part around it."""
+        """Returns the wrapped module, or the wrapper's inner part around it."""
 
     def __getattr__(self, name: str) -> Tree:
         try:
@@ -424,5 +424,5 @@ class FSDP(Door):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """Returns the wrapped module."""
         return self._fsdp_wrapped_module._fpw_module

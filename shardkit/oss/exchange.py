@@ -117,7 +117,7 @@ class GradientExchange:
 
     @property
     def hook_handles(self) -> list[RemovableHandle]:
-        """Handles of the hooks on parameters."""
+        """Returns handles of the hooks on parameters."""
         return self._hooks.handles
 
     @property

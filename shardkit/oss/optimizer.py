@@ -150,7 +150,7 @@ class OSS(Optimizer):
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the state."""
+        """Returns how many ranks share the state."""
         return self._group.world_size
 
     @property

@@ -102,7 +102,7 @@ class Placement(ABC):
 
     @abstractmethod
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
-        """State of each parameter that this rank answers for: each is answered for by one rank."""
+        """Returns the state of each parameter that this rank answers for: each is answered for by one rank."""
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State] | None:
         """Returns the same of all parameters, where it ``is_kept``, without Python objects that ranks send each other
@@ -150,7 +150,7 @@ def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parame
 
 
 def _laid_out_like(param: nn.Parameter, state: State) -> State:
-    """State with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
+    """Returns state with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
     fitted = dict(state)
     for key, value in state.items():
         if (
@@ -325,7 +325,7 @@ class OnEveryRank(OfParameters):
 def gathered_state(
     segments: Sequence[FlatSegment], optimizer: Optimizer, group: Group, is_kept: bool
 ) -> dict[nn.Parameter, StateDict]:
-    """State of all parameters, on the CPU where it ``is_kept``, and nothing elsewhere (collective).
+    """Returns the state of all parameters, on the CPU where it ``is_kept``, and nothing elsewhere (collective).
 
     Args:
         segments: of all parameters, the same ones on all ranks.

@@ -131,15 +131,15 @@ class AsyncPipe(nn.Module):
         return self.pipeline
 
     def __len__(self) -> int:
-        """Number of layers on this rank."""
+        """Returns the number of layers on this rank."""
         return 0 if self.partition is None else len(self.partition)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Layer of this rank."""
+        """Returns a layer of this rank."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Layers of this rank."""
+        """Returns the layers of this rank."""
         return iter(()) if self.partition is None else iter(self.partition)
 
     def forward(self, input: Value, *, event: object = None) -> Tree:

@@ -90,7 +90,7 @@ def require_balance(balance: object) -> None:
 
 
 def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """Partitions of that many layers each, which keep the names they have in the module."""
+    """Returns partitions of that many layers each, which keep the names they have in the module."""
     named = iter(module.named_children())
     return [nn.Sequential(OrderedDict(itertools.islice(named, number))) for number in balance]
 

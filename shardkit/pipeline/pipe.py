@@ -91,15 +91,15 @@ class Pipe(nn.Module):
         self.pipeline = Pipeline(partitions, self.devices, self.checkpoint)
 
     def __len__(self) -> int:
-        """Number of layers of the sequential module."""
+        """Returns the number of layers of the sequential module."""
         return sum(self.balance)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Layer of the sequential module."""
+        """Returns a layer of the sequential module."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Layers of the sequential module."""
+        """Returns the layers of the sequential module."""
         for partition in self.partitions:
             yield from partition  # type: ignore[misc]
 

@@ -83,7 +83,7 @@ class Pipeline:
         self._arriving = arriving_keys(partitions)
 
     def run(self, values: Sequence[Value]) -> list[Value]:
-        """Micro-batches after the last partition, on its device."""
+        """Returns micro-batches after the last partition, on its device."""
         values = list(values)
         skips: list[Skips] = [{} for _ in values]
         # As fairscale's: the first partition says whether the module is in training mode.

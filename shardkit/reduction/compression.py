@@ -53,7 +53,7 @@ class BlockFormat:
         return -(-numel // self.numel)
 
     def empty(self, blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for so many blocks, [blocks, 16 + B] bytes."""
+        """Returns memory for so many blocks, [blocks, 16 + B] bytes."""
         return like.new_empty((blocks, self.nbytes), dtype=torch.uint8)
 
     def _blocks_at_once(self, values: torch.Tensor) -> int:

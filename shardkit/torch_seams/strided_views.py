@@ -23,7 +23,7 @@ def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
 
 
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
+    """Returns dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     expected = 1
     for d in reversed(order):

@@ -143,7 +143,7 @@ class Recorder:
         """Numbers are for metrics."""
 
     def part(self) -> TracePart:
-        """Everything, in the form that travels."""
+        """Returns everything, in the form that travels."""
         if self._timer is not None:
             self._group.backend.synchronize()
         numbers: dict[What, int] = {}

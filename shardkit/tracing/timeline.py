@@ -250,7 +250,7 @@ class Activity(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Time in which nothing is computed because something has not come."""
+        """Returns the time in which nothing is computed because something has not come."""
         return max(self.end - self.start, self.device) if self.wait else 0.0
 
 

@@ -383,7 +383,7 @@ class Averaging:
         return torch.cat(flat)
 
     def correlation(self, like: torch.Tensor) -> torch.Tensor:
-        """Mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
+        """Returns the mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
         group = self._find_group()
         if group is None or self.world_size == 1:
             raise ConfigurationError("a correlation of ranks' gradients needs several ranks")
@@ -472,32 +472,32 @@ class AdaScale(Optimizer):
     # ---------------------------------------------------------------- facts
     @property
     def optimizer(self) -> Optimizer:
-        """The wrapped optimizer."""
+        """Returns the wrapped optimizer."""
         return self._optimizer
 
     @property
     def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
-        """The wrapped optimizer's; schedulers change them here."""
+        """Returns the wrapped optimizer's; schedulers change them here."""
         return self._optimizer.param_groups
 
     @property
     def scale(self) -> float:
-        """Size of the whole batch relative to the one at scale 1. Not the gain."""
+        """Returns the size of the whole batch relative to the one at scale 1. Not the gain."""
         return self._scale
 
     @property
     def smoothing(self) -> float:
-        """Weight of the past in moving averages."""
+        """Returns the weight of the past in moving averages."""
         return self._smoothing
 
     @property
     def _count(self) -> int:
-        """Gradients in a step."""
+        """Returns how many gradients are in a step."""
         return self._averaging.world_size * self._meter.expected
 
     @property
     def _averages(self) -> State:
-        """The moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
+        """Returns the moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
         state: Tree = self._optimizer.state
         if SQUARE not in state.get(KEY, {}):  # new, or loaded from an optimizer without AdaScale
             state[KEY] = initial_state(len(self.param_groups))
@@ -689,7 +689,7 @@ class AdaScale(Optimizer):
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """The wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
+        """Returns the wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
 
         Raises:
             GradientOrderError: some of the step's backwards are missing.

@@ -179,7 +179,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns how many batches a whole epoch has."""
         return -(-self.order.end() // self.order.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -452,7 +452,7 @@ class ResumableLoader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """The one under way, or the next."""
+        """Returns the one under way, or the next."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -462,7 +462,7 @@ class ResumableLoader(Generic[T]):
             self._used = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns how many batches a whole epoch has."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[T]:

@@ -327,7 +327,7 @@ class _CheckpointedForward:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters of a module; also those that wrappers keep as plain attributes."""
+    """Returns the parameters of a module; also those that wrappers keep as plain attributes."""
     yield from module.parameters()
     for child in module.modules():
         for value in vars(child).values():

@@ -182,7 +182,7 @@ def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
 
 
 def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
-    """Any of the families of policies as one interface; what has it already as it is.
+    """Makes one interface of any of the families of policies; returns what has it already.
 
     Raises:
         ConfigurationError: ``policy`` is neither a callable nor a policy object of torch.

@@ -282,7 +282,7 @@ class Checkpoint:
 
     @property
     def optimizer_path(self) -> Path | None:
-        """Keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
+        """Returns keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
         for key in _OPTIMIZER_KEYS if self.model_path else ():
             value = self.tree.get(key)
             if isinstance(value, Mapping) and "param_groups" in value:
@@ -382,7 +382,7 @@ def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) ->
 
 
 def _is_state_dict(value: object) -> bool:
-    """Names and tensors, with a few other values at most (``_extra_state``)."""
+    """Whether these are names and tensors, with a few other values at most (``_extra_state``)."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
     tensors = sum(isinstance(v, StoredTensor) for v in value.values())
@@ -390,7 +390,7 @@ def _is_state_dict(value: object) -> bool:
 
 
 def find_model(tree: StateDict, key: str | None, where: str) -> Path:
-    """Keys that lead to the model's state dict.
+    """Returns the keys that lead to the model's state dict.
 
     Args:
         key: what a user says it is ("a.b": below another one); None: known names are tried.

@@ -193,7 +193,7 @@ class TorchFileWriter:
 
     @property
     def coming(self) -> list[StoredTensor]:
-        """The tensors that are not written yet."""
+        """Returns the tensors that are not written yet."""
         return self.tensors[self._written :]
 
     def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:

@@ -131,7 +131,7 @@ def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
 
 
 def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
-    """Numel on each rank, [W]."""
+    """Returns numel on each rank, [W]."""
     held = [0] * world_size
     for piece in pieces:
         held[piece.rank] += piece.numel
@@ -151,7 +151,7 @@ class Route:
         self.numels = [sum(p.numel for p in some) for some in pieces]
 
     def sizes(self, times: int, flags: int) -> list[int]:
-        """Numel of what travels for each rank, [W]: its pieces so many times, and so many flags of each."""
+        """Returns numel of what travels for each rank, [W]: its pieces so many times, and so many flags of each."""
         return [times * n + flags * len(some) for n, some in zip(self.numels, self.pieces, strict=True)]
 
 

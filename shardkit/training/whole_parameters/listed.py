@@ -103,7 +103,7 @@ class ListedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The part of the gradient on this rank, [n]; None if no rank has a gradient."""
+        """Returns the part of the gradient on this rank, [n]; None if no rank has a gradient."""
         gradient, part = self._shard.grad, self.part
         if gradient is None or (part.here is not None and not part.may_have_gradient):
             return None

@@ -130,7 +130,7 @@ class WholeParameters(Optimizer):
     # ------------------------------------------------------------ facts
     @property
     def optimizers(self) -> list[Optimizer | None]:
-        """The optimizer of each group on this rank; None where it has no parameter here."""
+        """Returns the optimizer of each group on this rank; None where it has no parameter here."""
         return [inner.optimizer for inner in self._placing.inners]
 
     def owner_of(self, name: str) -> int | None:

@@ -60,7 +60,7 @@ class Inner:
         self.shown = len(self.optimizer.state)
 
     def whole_states(self) -> dict[str, StateDict]:
-        """State of the parameters that are updated here as a whole, by name."""
+        """Returns the state of the parameters that are updated here as a whole, by name."""
         if self.optimizer is None:
             return {}
         return {

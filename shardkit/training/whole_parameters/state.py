@@ -88,7 +88,7 @@ def _gathered(
 
 
 def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
-    """State on this rank by name, on the CPU."""
+    """Returns state on this rank by name, on the CPU."""
     found: dict[str, PieceState] = {}
     for inner in inners:
         if inner.optimizer is None:
@@ -184,7 +184,7 @@ def own_part(
 def _by_name(
     state_dict: StateDict, groups: Sequence[ParamGroup]
 ) -> tuple[dict[str, StateDict], list[StateDict]]:
-    """State by the model's names, and the options of each group."""
+    """Returns state by the model's names, and the options of each group."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ConfigurationError(
             "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it"
