@@ -175,12 +175,12 @@ class GradientPack(ABC):
         if self._microbatches and self._group.world_size > 1:
             self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
         elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
-            self._hand_over(self._own(result))
+            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         if self._note(had, had_all, result):
-            self._hand_over(self._own(result))
+            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
     def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
         """Gives the shard each of these after the one before; see :meth:`arrive`."""
@@ -259,14 +259,6 @@ class GradientPack(ABC):
             replicas.all_reduce(
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
-
-    def _hand_over(self, gradient: torch.Tensor) -> None:
-        param = self._flat.param
-        if gradient.shape != param.shape:
-            gradient = gradient.view(param.shape)
-        add_gradient(param, gradient, self._gradient_class)
-        for after in (param._post_accumulate_grad_hooks or {}).values():
-            after(param)
 
 
 class StoredPack(GradientPack):

@@ -387,12 +387,18 @@ class RegisteredShards:
                     after(p)
 
 
-def add_gradient(param: torch.Tensor, gradient: torch.Tensor, kind: type[torch.Tensor]) -> None:
+def add_gradient(
+    param: torch.Tensor, gradient: torch.Tensor, kind: type[torch.Tensor], is_last: bool = False
+) -> None:
     """Adds to a shard's gradient, as autograd would: through hooks, which autograd never calls for it.
 
     Args:
+        gradient: of so many elements.
         kind: class of gradients whose other parts are on other ranks.
+        is_last: hooks for when the gradient is there are called, too.
     """
+    if gradient.shape != param.shape:
+        gradient = gradient.view(param.shape)
     for hook in (param._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -405,6 +411,8 @@ def add_gradient(param: torch.Tensor, gradient: torch.Tensor, kind: type[torch.T
         param.grad.__class__ = kind
     else:
         _mark([param.grad], kind)
+    for after in (param._post_accumulate_grad_hooks or {}).values() if is_last else ():
+        after(param)
 
 
 def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
