@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group
+from shardkit.backend import Backend, Group, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
@@ -92,6 +92,21 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
+class StreamCopy(Work):
+    """A copy on a stream of its own."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+
 class AcceleratorBackend(EagerBackend):
     """Tensors of one kind of accelerator.
 
@@ -105,6 +120,7 @@ class AcceleratorBackend(EagerBackend):
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)
         self._selected = False
+        self._copies: torch.Stream | None = None
 
     @property
     def _module(self) -> DeviceModule:
@@ -179,6 +195,14 @@ class AcceleratorBackend(EagerBackend):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        if self._copies is None:
+            self._copies = torch.Stream(target.device)
+        self._copies.wait_stream(torch.accelerator.current_stream(target.device))  # who had the memory before
+        with self._copies:
+            target.copy_(source, non_blocking=True)
+            return StreamCopy(self._copies.record_event())
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device())

@@ -311,6 +311,11 @@ class Backend(abc.ABC):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a host copy that the device can read asynchronously."""
 
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        """Starts a copy of pinned memory to the device, beside what is computed; the work is waited for before use."""
+        target.copy_(source)
+        return DONE
+
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Blocks until all work of this rank's device is done."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.backend import Backend, Group, ReduceOp, Work
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
 from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
 from shardkit.backends.checked_group import CheckedGroup, Sizes
 from shardkit.backends.eager import EagerBackend
@@ -517,6 +517,24 @@ class _WatchedMemory(EagerBackend):
             device.release(tensor)
         with quiet():
             super().release_storage(tensor)
+
+    def copy_ahead(self, target: Tensor, source: Tensor) -> Work:
+        """On a stream of its own, as late as possible."""
+        device = current_device()
+        if device is None:
+            return super().copy_ahead(target, source)
+        with quiet():
+            spoil(target.data)
+
+        def call(_: Group) -> Work:
+            target.copy_(source)
+            return DONE
+
+        name = f"copies of rank {device.rank}"
+        flight = Flight(name, f"a copy of {target.numel()}", [source], [target], places(), None)
+        work = StreamsWork(device, self.group(), call, flight)
+        device.issue(flight, Issued(name, "copy_ahead", target.numel(), ""))
+        return work
 
     def synchronize(self) -> None:
         device = current_device()
