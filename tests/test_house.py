@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_850
+LINES = 65_400  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 8_180,
-    "compat": 10_400,
-    "shardkit": 2_045,  # the files right there
+    "backends": 7_830,
+    "compat": 10_140,
+    "shardkit": 2_180,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 10_110,
-    "shardkit/integrations": 570,
-    "shardkit/launching": 560,
+    "shardkit/integrations": 575,
+    "shardkit/launching": 570,
     "shardkit/model_parallel": 1_610,
     "shardkit/optimizer_state": 1_200,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_910,
-    "shardkit/pipeline": 1_740,
+    "shardkit/pipeline": 1_750,
     "shardkit/reduction": 1_420,
-    "shardkit/tools": 8_370,
+    "shardkit/tools": 8_320,
     "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_670,
     "shardkit/training": 4_715,
