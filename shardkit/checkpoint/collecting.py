@@ -63,7 +63,7 @@ class RecordPart(NamedTuple):
 
 # ------------------------------------------------------------ what there is
 def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
-    """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
+    """Describes a user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
         # of a sharded_state_dict(), whose ranks have no replicas
         yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))

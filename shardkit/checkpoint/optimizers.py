@@ -396,7 +396,7 @@ class WholeHolder(Holder):
         return found
 
     def writers_of(self, group: int) -> tuple[int, ...]:
-        """Some classes count steps in their groups: a rank that has parameters of the group."""
+        """Finds, for classes that count steps in their groups, a rank that has parameters of the group."""
         for part in self._inners[group].members:
             if part.flat is None or part.flat.group.backend.even_shards_only:
                 break

@@ -212,7 +212,7 @@ class OptimizerReads:
         self._numbers.append(_Number(state, key, read))
 
     def finish(self) -> None:
-        """All that was wanted is there: the optimizer takes it."""
+        """Gives the optimizer what was wanted, all of which is there."""
         for state, key, read in self._numbers:
             (first, value), *others = read
             for name, other in others:

@@ -177,7 +177,7 @@ class Save:
         write_parts(self.temporary, self.ranks.rank, self.parts, self.kind, values)
 
     def complete(self) -> None:
-        """All ranks have written: the checkpoint gets its name, then old ones go."""
+        """Gives the checkpoint its name, as all ranks have written; then old ones go."""
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
         folders.keep_newest(self.folder, self.keep, self.step)

@@ -196,7 +196,7 @@ class FlatParameter(nn.Parameter):
         return result
 
     def _like_this(self, other: torch.Tensor) -> FlatParameter:
-        """A flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""
+        """Makes a flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""
         made = FlatParameter([other.detach()], other.requires_grad)
         made.__setstate__(self._state())
         made.grad = other.grad

@@ -360,7 +360,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
-    """The flat parameter with other data, as the same object if a tensor can go from one device to the other."""
+    """Gives the flat parameter other data, as the same object if a tensor can go from one device to the other."""
     grad, flat_param.grad = flat_param.grad, None
     if flat_param.device.type != data.device.type:
         return flat_param._like_this(data.requires_grad_(flat_param.requires_grad))

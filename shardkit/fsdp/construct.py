@@ -164,7 +164,7 @@ class Found:
         self.lazy: list[str] = []
 
     def add(self, other: Found) -> None:
-        """Also what another module holds that is one unit with this one."""
+        """Adds what another module holds that is one unit with this one."""
         own = {id(original.param): original for original in self.originals}
         self.modules += [m for m in other.modules if m not in self.modules]
         self.below += other.below
@@ -276,7 +276,7 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
 
 
 def _connect_mesh(state: ShardingState) -> None:
-    """Groups that keep parameters between forward and backward; one for all units that ask alike."""
+    """Connects groups that keep parameters between forward and backward; one for all units that ask alike."""
     count, group = state.options.reshard.after_forward, state.group
     frozen = state.options.reshard.frozen
     if frozen != "reshard" and not group.backend.has_storage:

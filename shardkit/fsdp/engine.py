@@ -254,7 +254,7 @@ def plan_backward(
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
-    """When backward has left all units that use a trainable unit's parameters."""
+    """Finds when backward has left all units that use a trainable unit's parameters."""
     users: dict[int, int] = {}  # of each flat parameter, by id
     for unit, time in left.items():
         for flat in (*unit.flats, *unit.borrowed):
@@ -327,7 +327,7 @@ class ForwardGraph:
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
-        """Backward reached an output of the root."""
+        """Notes that backward reached an output of the root."""
         engine = self._engine
         if engine.state.task == NO_BACKWARD:
             engine.entered = []
@@ -416,7 +416,7 @@ class Engine:
     # ------------------------------------------------------------ forward
     @not_compiled
     def begin_forward(self) -> None:
-        """The root's forward begins: what is gathered still is of an earlier one."""
+        """Begins the root's forward: what is gathered still is of an earlier one."""
         self.recover()
         for unit in self.units:
             unit.left = 0
@@ -539,7 +539,7 @@ class Engine:
                 raise written_original(flat)
 
     def _lock_held(self) -> None:
-        """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
+        """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
                 for flat in unit.needs:
@@ -653,7 +653,7 @@ class Engine:
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """Backward is about to enter a unit, with a gradient of its outputs."""
+        """Notes that backward is about to enter a unit, with a gradient of its outputs."""
         if self.is_lazy:
             self.after = [gradient, *self._last_reduced]
         if self.state.task == NO_BACKWARD:
@@ -702,13 +702,13 @@ class Engine:
         start_together(stores, self.after)
 
     def leave(self, unit: Unit) -> None:
-        """Backward has left a call of a unit whose gradients, if any, are there."""
+        """Notes that backward has left a call of a unit whose gradients, if any, are there."""
         is_last = self._is_planned and self._order.count(unit) == 1  # else it may come back on some ranks
         if is_last and not unit.keep_after_backward:
             unit.release()
 
     def _pass(self) -> None:
-        """Backward enters the next unit of the plan, or passes it by."""
+        """Enters the next unit of the plan in backward, or passes it by."""
         self._passed += 1
         if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
@@ -772,7 +772,7 @@ class Engine:
         self._deferred.append(unit)
 
     def _complete_deferred(self, entered: Unit) -> None:
-        """Backward enters a unit, and so has left those that this one is no part of."""
+        """Completes units that backward has left, as it enters one that is no part of them."""
         deferred, self._deferred = self._deferred, []
         for unit in deferred:
             if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
@@ -1032,6 +1032,6 @@ def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _numbered(checkpoints: list[object]) -> list[int]:
-    """Numbers for objects, in order of appearance; -1 for None."""
+    """Gives objects numbers, in order of appearance; -1 for None."""
     numbers: dict[int, int] = {}
     return [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in checkpoints]

@@ -167,13 +167,13 @@ class ExtendedParameter(OriginalParameter):
         return torch.empty(0, dtype=self.param.dtype)
 
     def assign(self, values: torch.Tensor) -> None:
-        """It has memory of its own."""
+        """Does nothing: it has memory of its own."""
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
         return self.part  # type: ignore[no-any-return]
 
     def replace(self, empty: torch.Tensor) -> None:
-        """Until the next gather it has a shape."""
+        """Gives it a shape until the next gather."""
         self.kind, self.released = GatheredParameter, ReleasedParameter
         self.param = nn.Parameter(
             empty.new_empty(()).expand(self.shape), requires_grad=self.param.requires_grad

@@ -183,7 +183,7 @@ class FlatParam:
         return self.store.state is SUMMONED
 
     def adopt(self) -> bool:
-        """Whenever the shard's device or dtype changed: chooses a store, and makes original parameters see it.
+        """Chooses a store whenever the shard's device or dtype changed, and makes original parameters see it.
 
         Returns:
             Whether original parameters had to be replaced by other objects (devices between which tensors can't
@@ -243,13 +243,13 @@ class FlatParam:
             store.start()
 
     def hold(self) -> None:
-        """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""
+        """Keeps values of original parameters for a graph that a backward has built, until :meth:`drop`."""
         if self.held_at is None and not self.store.is_whole:
             self.start_gather()
             self.held_at = self.version
 
     def keep(self) -> None:
-        """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`, or a copy."""
+        """Keeps values of original parameters, which are gathered or about to be, until :meth:`drop`, or a copy."""
         if self.kept_at is None and not self.trains and not self.store.is_whole:
             if not self.keeps_on_host:
                 self.store.users += 1
@@ -277,7 +277,7 @@ class FlatParam:
     # ------------------------------------------------------------ full precision
     @contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
-        """Original parameters hold their values in full precision; with ``writeback`` changes to them are kept.
+        """Gives original parameters their values in full precision; with ``writeback`` changes to them are kept.
 
         A graph built inside needs values that are gone afterwards. Autograd finds that by the original parameters'
         versions, which differ inside. They are put back, for graphs from before are as good as ever unless somebody

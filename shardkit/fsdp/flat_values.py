@@ -121,7 +121,7 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
 
 
 def rank_by_rank(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
-    """One item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
+    """Orders one item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
     return _as_parts(values.reshape(-1), layout).reshape(-1)
 
 

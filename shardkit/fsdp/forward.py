@@ -106,7 +106,7 @@ def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
 
 
 def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
-    """Backward through what was computed when summoned raises."""
+    """Raises in a backward through what was computed when summoned."""
 
     def refuse(_: torch.Tensor) -> None:
         raise backward_when_summoned(flats[0])
@@ -286,7 +286,7 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
 
 
 def enter_again(state: ShardingState) -> None:
-    """A forward calls its own module once more: there is nothing to gather.
+    """Notes that a forward calls its own module once more: there is nothing to gather.
 
     Raises:
         LifecycleError: it is another thread's.

@@ -280,7 +280,7 @@ class InPlace:
         return args, kwargs
 
     def leave_method(self, module: nn.Module, outputs: Tree) -> Tree:
-        """The end of such a method."""
+        """Ends such a method."""
         outputs = self._leave(module, (), {}, outputs)
         if not self._calls:
             self._method = None
@@ -391,5 +391,5 @@ class InPlace:
 
 
 def _first(handle: Any, hooks: Any) -> None:
-    """The hook that was registered last becomes the first."""
+    """Makes the hook that was registered last the first."""
     hooks.move_to_end(handle.id, last=False)

@@ -178,7 +178,7 @@ class GradientPack(ABC):
             add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
-        """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
+        """Gives the shard the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         if self._note(had, had_all, result):
             add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
@@ -247,7 +247,7 @@ class GradientPack(ABC):
             unused.originals[listing.first] = True
 
     def _forget_zeros(self, unused: Sequence[bool]) -> None:
-        """The shard's gradient may be zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
+        """Drops the shard's gradient where it is zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
         if False not in unused:
             self._flat.param.grad = None
 
@@ -404,7 +404,7 @@ class CompressedPack(StoredPack):
         return had, had_all, result, work
 
     def _arrived(self) -> None:
-        """It was given back."""
+        """Does nothing: it was given back."""
 
     def forget_errors(self) -> None:
         self._exchange.feedback.forget()

@@ -93,7 +93,7 @@ def _of_one(listing: Registered) -> Registered:
 
 
 def follow_shards(optimizer: Optimizer) -> None:
-    """An optimizer that was made before its parameters were sharded has the shards in their places from now on.
+    """Gives an optimizer that was made before its parameters were sharded the shards in their places.
 
     Raises:
         ConfigurationError: it has state, which is of whole parameters; or a shard has several parameters in it.

@@ -89,11 +89,11 @@ class _Looked:
         self.left_out: dict[str, set[int]] | None = {}
 
     def look_again(self, _: object) -> None:
-        """It has loaded state."""
+        """Notes that it has loaded state."""
         self.numbers, self.has_loaded = None, True
 
     def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParam]) -> None:
-        """Before a step over these."""
+        """Puts aside what a step over these leaves alone."""
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
             are_some = True in unused.originals
@@ -240,7 +240,7 @@ _of_torch: AnyCallable = torch.optim.Muon.__init__
 
 @functools.wraps(_of_torch)
 def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwargs: object) -> None:
-    """torch's Muon looks at shapes when it is made, before there is a step to look at."""
+    """Makes torch's Muon, which looks at shapes right then, before there is a step to look at."""
     params = [*params]
     try:
         _of_torch(self, params, *args, **kwargs)

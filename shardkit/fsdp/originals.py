@@ -181,7 +181,7 @@ class OriginalParameter:
         self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
 
     def replace(self, empty: torch.Tensor) -> None:
-        """It becomes another object, of the dtype and device of this one."""
+        """Makes it another object, of the dtype and device of this one."""
         self.param = nn.Parameter(empty.clone(), requires_grad=self.param.requires_grad)
 
     def __getstate__(self) -> StateDict:
@@ -302,7 +302,7 @@ def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
 
 
 def note_copying(flats: Sequence[FlatParam], memo: Memo) -> None:
-    """Parameters of these may be copied without values: the flat parameters are copied too, and fill the copies."""
+    """Lets parameters of these be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
@@ -423,7 +423,7 @@ class Unused:
         self.used = used
 
     def note(self, had: Sequence[bool], is_new: bool) -> None:
-        """These have got a gradient: the first since it was cleared, if it ``is_new``."""
+        """Notes that these have got a gradient: the first since it was cleared, if it ``is_new``."""
         self.is_noted = True
         if is_new:
             self.originals = list(map(not_, had))

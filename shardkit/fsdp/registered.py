@@ -527,7 +527,7 @@ ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the
 
 
 def register(place: Place, param: nn.Parameter) -> None:
-    """A module registers a parameter under one of the names it was written with, where that was among the others."""
+    """Registers a parameter of a module under one of the names it was written with, where that was among the others."""
     module, name = place
     registered, order = module._parameters, _order(module)
     if name not in registered and name in order:
@@ -549,13 +549,13 @@ def unregister(place: Place) -> None:
 
 
 def hide(place: Place, param: nn.Parameter) -> None:
-    """The parameter is an attribute of its module, and not registered."""
+    """Leaves the parameter an attribute of its module that is not registered."""
     unregister(place)
     place.module.__dict__[place.name] = param
 
 
 def take_out(originals: Sequence[OriginalParameter]) -> None:
-    """These are attributes of their modules, and not registered."""
+    """Leaves these attributes of their modules that are not registered."""
     for original in originals:
         for place in original.places:
             module, name = place
@@ -579,14 +579,14 @@ def written_names(module: nn.Module) -> list[str]:
 
 
 def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are attributes of a module, and in no registry."""
+    """Yields parameters that are attributes of a module, and in no registry."""
     for name in _order(module):
         if name not in module._parameters and isinstance(module.__dict__.get(name), nn.Parameter):
             yield name, module.__dict__[name]
 
 
 def _order(module: nn.Module) -> dict[str, int]:
-    """Places of names among those that a module was written with."""
+    """Gives places of names among those that a module was written with."""
     order: dict[str, int] = module.__dict__.get(ORDER, {})
     return order
 

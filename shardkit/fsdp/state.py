@@ -236,7 +236,7 @@ class ShardingState:
         return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
-        """``named_modules`` of the module, without those below other units, and those that it ignores."""
+        """Lists ``named_modules`` of the module, without those below other units, and those that it ignores."""
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
@@ -314,7 +314,7 @@ def modules_outside_units(
     door: nn.Module | None = None,
     without: Collection[nn.Module] = (),
 ) -> list[tuple[str, nn.Module]]:
-    """``named_modules`` of a module, without those at and below doors other than this one, and some others."""
+    """Lists ``named_modules`` of a module, without those at and below doors other than this one, and some others."""
     found: list[tuple[str, nn.Module]] = []
     seen, waiting = set[nn.Module](without), [(prefix, module)]
     while waiting:

@@ -196,7 +196,7 @@ def metadata(state: ShardingState) -> StateDict:
 
 
 def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
-    """Weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
+    """Finds weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
     found = []
     for s in state.states():
         if not any(len(original.places) > 1 for flat in s.flats for original in flat.originals):
@@ -471,7 +471,7 @@ def detach_entries(state: ShardingState, destination: StateDict, prefix: str, be
 
 # ------------------------------------------------------------ loading
 def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
-    """Full values, or shards, are about to be put into a unit."""
+    """Begins putting full values, or shards, into a unit."""
     state.unit.forget_errors()
     if state.state_is_local or state.summoned is not None:
         return
@@ -484,14 +484,14 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
 
 
 def end_loading(state: ShardingState) -> None:
-    """They are in; the unit keeps its shards."""
+    """Ends that; the unit keeps its shards."""
     if state.is_loading:
         state.is_loading = False
         exit_summon(state)
 
 
 def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
-    """Keys of a wrapped module's parameters become those under which the wrapper has them."""
+    """Turns keys of a wrapped module's parameters into those under which the wrapper has them."""
     listed = {n for n, p in wrapper._fsdp_wrapped_module._parameters.items() if p is not None}
     items = [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]
     for key, value in items:
@@ -502,7 +502,7 @@ def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
 
 
 def clean_names(incompatible: IncompatibleKeys) -> None:
-    """Names of missing and unexpected keys lose what wrapping added."""
+    """Takes what wrapping added from names of missing and unexpected keys."""
     for names in incompatible:
         names[:] = [clean(n) for n in names]
 

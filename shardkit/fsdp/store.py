@@ -168,24 +168,24 @@ class Store(ABC):
     # ------------------------------------------------------------ transitions
     @abstractmethod
     def attach(self) -> None:
-        """Original parameters are this store's from now on, and released."""
+        """Takes over original parameters, which are released from now on."""
 
     @abstractmethod
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
-        """From released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
+        """Goes from released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
 
     @abstractmethod
     def finish(self) -> None:
-        """From gathering to gathered."""
+        """Goes from gathering to gathered."""
 
     def lock(self) -> None:
-        """From gathered to locked."""
+        """Goes from gathered to locked."""
         if self.state is GATHERED:
             self.state = LOCKED
             self._conceal()
 
     def unlock(self) -> None:
-        """From locked to gathered."""
+        """Goes from locked to gathered."""
         self.state = GATHERED
         self._reveal()
 
@@ -194,17 +194,17 @@ class Store(ABC):
         """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
 
     def forget_kept(self) -> None:
-        """From kept to released: the shards may have changed."""
+        """Goes from kept to released: the shards may have changed."""
         self.state = RELEASED
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
-        """Original parameters become views of this, [N] or more."""
+        """Makes original parameters views of this, [N] or more."""
         for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
             original.assign(piece)
 
     def _reveal(self) -> None:
-        """They are parameters like any other."""
+        """Makes them parameters like any other."""
         for original in self._originals:
             original.param.__class__ = original.kind
         if self._flat.lists_dtensors:
@@ -215,7 +215,7 @@ class Store(ABC):
             self._versions = []
 
     def _conceal(self) -> None:
-        """They have no values from now on (see ``originals.py``); notes which of them were written to meanwhile."""
+        """Takes their values from them (see ``originals.py``); notes which of them were written to meanwhile."""
         before = self._versions
         if before:
             now = list(map(_version_of, self._originals))
@@ -237,7 +237,7 @@ class Store(ABC):
 
     # ------------------------------------------------------------ full precision
     def summon(self) -> torch.Tensor:
-        """From released or kept to summoned (collective); returns the values, which are to be shown."""
+        """Goes from released or kept to summoned (collective); returns the values, which are to be shown."""
         self.summoned = self.gather_full_precision()
         self.state = SUMMONED
         self._reveal()

@@ -184,7 +184,7 @@ def is_collecting() -> bool:
 
 
 def collect_in_place(change: int) -> None:
-    """The same, where torch's hooks tell of the beginning (1) and the end (-1)."""
+    """Does the same where torch's hooks tell of the beginning (1) and the end (-1)."""
     _collecting.depth += change
 
 
@@ -194,7 +194,7 @@ def begin_loading_shards(wrapper: nn.Module) -> None:
 
 
 def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None = None) -> None:
-    """The end of it: a hook after loading."""
+    """Ends it: a hook after loading."""
     _collecting.loading.discard(wrapper)
 
 
@@ -214,7 +214,7 @@ def answer_for(modules: Sequence[nn.Module]) -> None:
 
 
 def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> None:
-    """A state dict of a module inside alone, which would lack values, is refused."""
+    """Has a state dict of a module inside alone, which would lack values, refused."""
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
     for m in modules:
         m.__dict__["_is_fsdp_managed_module"] = keeps_in_step
@@ -239,7 +239,7 @@ def _shards_of(module: nn.Module) -> dict[str, Registered]:
 
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
-    """A module from a file, without the FSDP module around it, has parameters without values."""
+    """Refuses a module from a file without the FSDP module around it: its parameters have no values."""
     for _, original in hidden(module):
         if isinstance(original, ReleasedParameter):
             refuse_copy(original, what)
@@ -315,7 +315,7 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
 
 @torch.no_grad()
 def _assigned(listing: Registered, values: nn.Parameter) -> nn.Parameter:
-    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's.
+    """Keeps the parameter that is listed, with these values: optimizers have it, and its memory is the shard's.
 
     One on the meta device gives way; its unit takes the others' values once all of them are there.
     """

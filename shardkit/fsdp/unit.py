@@ -133,7 +133,7 @@ class RefuseSteps:
         self._lock = threading.Lock()  # ranks may be threads of one process
 
     def note(self, local: LocalGradients | Rounds) -> None:
-        """It has gradients that are not reduced, or waits for others."""
+        """Notes that it has gradients that are not reduced, or waits for others."""
         take_part(self)
         with self._lock:
             self._waiting.add(local)
@@ -499,7 +499,7 @@ class Unit:
                     m.param.grad = None
 
     def end_backward(self) -> None:
-        """Ready for the next one."""
+        """Gets ready for the next one."""
         if self.is_held and not self.keep_after_backward:
             self.release()
         if self.keeps_between:
@@ -638,7 +638,7 @@ class UnitCall:
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
-        """Backward reached an output of the call."""
+        """Notes that backward reached an output of the call."""
         task = current_backward()
         if task != self._task:  # there may be several backwards through one call
             self._task, self._waiting = task, self._inputs

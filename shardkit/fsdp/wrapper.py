@@ -90,7 +90,7 @@ class UnitModule(FlattenParamsWrapper):
         return self._fpw_module(*inputs, **kwinputs)
 
     def unflatten_params(self, flat_params: object = None) -> NoReturn:
-        """Not here.
+        """Refuses: there is no such thing here.
 
         Raises:
             LifecycleError: always.

@@ -63,7 +63,7 @@ class GradientPart(Protocol):
         """Yields for each parameter what to call before and after it gets a gradient."""
 
     def finish(self) -> None:
-        """Backward is through: leave every gradient reduced."""
+        """Leaves every gradient reduced, as backward is through."""
 
 
 class GradientExchange:
@@ -454,7 +454,7 @@ class SparseReducer(GradientPart):
     @not_compiled
     @torch.no_grad()
     def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
-        """A mean gets a local gradient added: multiply it first, as dense ones are."""
+        """Multiplies a mean that gets a local gradient added, as dense ones are."""
         if self._state.asked:
             return
         grad = self._params[index].grad

@@ -465,7 +465,7 @@ class NotConsolidatedError(ShardkitError):
 
 
 def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
-    """The entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
+    """Makes the entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
     names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
     if not names or any(id(p) not in names for p in params):
         return {}

@@ -142,7 +142,7 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Parameters in order, grouped by dtype."""
+    """Groups parameters by dtype, in order."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in params:
         groups.setdefault(p.dtype, []).append(p)

@@ -166,7 +166,7 @@ class FlatSegment:
         had: list[bool] | None = None,
         like: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)].
+        """Lays out per-parameter tensors (None: zeros) by owner with padding, [W * S] or, with flags, [W * (S + F)].
 
         Args:
             tensors: of the parameters' shapes.
@@ -228,7 +228,7 @@ class FlatSegment:
 
     @torch.no_grad()
     def publish(self, wire_dtype: torch.dtype | None) -> None:
-        """All-gathers every owner's segment and hands the parameters their new values."""
+        """Gathers every owner's segment and hands the parameters their new values."""
         own = self.own.detach()
         is_wider = own.dtype != self.params[0].dtype  # and is not rounded
         if wire_dtype is not None and own.dtype == torch.float32:

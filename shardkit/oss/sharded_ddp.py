@@ -278,7 +278,7 @@ def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
 
 
 def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: ReducePolicy) -> list[OSS]:
-    """One or several as a list, without what is around them; raises ConfigurationError if any is no OSS."""
+    """Lists one or several, without what is around them; raises ConfigurationError if any is no OSS."""
     optimizers = []
     for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if isinstance(o, AroundOSS):

@@ -246,7 +246,7 @@ def _serve_callback(callback: Callable[[Tree, AsyncPipe], object], ctx: Tree) ->
 
 
 def _serve_forward(training: bool, backward: bool) -> Value | None:
-    """Forward of a stage, and backward unless it is the last; the last one's output."""
+    """Runs forward of a stage, and backward unless it is the last; returns the last one's output."""
     model = _model().train(training)
     with torch.set_grad_enabled(backward):
         output = model(())

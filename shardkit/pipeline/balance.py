@@ -111,7 +111,7 @@ def profile_times(module: nn.Sequential, sample: Value, timeout: float, device: 
 def profile_sizes(
     module: nn.Sequential, input: Value, chunks: int, param_scale: float, device: torch.device
 ) -> list[int]:
-    """Bytes that each layer needs in training: ``param_scale`` times its parameters, and what it keeps for backward.
+    """Counts bytes that each layer needs in training: ``param_scale`` times its parameters, and what backward needs.
 
     What is kept is counted, for one sample, from what autograd saves and the layer returns. So it works on any device,
     where fairscale reads CUDA's memory counters.

@@ -31,7 +31,7 @@ ADVICE = (
 
 
 def verify_module(module: nn.Module) -> None:
-    """Only sequential modules with distinct layers are cut.
+    """Refuses all but sequential modules with distinct layers.
 
     Raises:
         PipeTypeError: (a TypeError) it is not sequential.

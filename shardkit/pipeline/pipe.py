@@ -104,11 +104,11 @@ class Pipe(nn.Module):
             yield from partition  # type: ignore[misc]
 
     def cuda(self, device: Device | None = None) -> Pipe:
-        """Refused: partitions stay where they are. Raises PipeTypeError (a TypeError)."""
+        """Refuses: partitions stay where they are. Raises PipeTypeError (a TypeError)."""
         raise MOVING_DENIED
 
     def cpu(self) -> Pipe:
-        """Refused, as :meth:`cuda`."""
+        """Refuses, as :meth:`cuda`."""
         raise MOVING_DENIED
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:

@@ -167,7 +167,7 @@ class Stage:
         return outputs
 
     def _take(self, i: int, backward: bool) -> tuple[Value, int]:
-        """Micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
+        """Takes micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
         facts, tensors = self._link.receive(self._index - 1)
         self._due = (self._index - 1, facts["of"] - i - 1)
         if facts["backward"] != backward:
@@ -184,7 +184,7 @@ class Stage:
         return (tensors[0] if facts["single"] else tuple(tensors)), facts["of"]
 
     def _send_gradients_of(self, i: int, leaves: list[torch.Tensor]) -> None:
-        """Once backward has the gradients of all these inputs of micro-batch i, they go to the rank before."""
+        """Sends the gradients of all these inputs of micro-batch i to the rank before, once backward has them."""
         sent = False
 
         def send(gradients: Sequence[torch.Tensor | None]) -> None:
@@ -221,7 +221,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _telling(self, neighbours: Sequence[int | None]) -> Iterator[None]:
-        """An error on this rank becomes one on these neighbours, which wait for it."""
+        """Turns an error on this rank into one on these neighbours, which wait for it."""
         self._due = (0, 0)
         try:
             yield

@@ -328,7 +328,7 @@ class CompressedAllReduce:
         self._second.forget()
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work:
-        """Works in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
+        """Reduces in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
         padded = self._part * self.world_size
         parts = tensor
         if padded != tensor.numel():

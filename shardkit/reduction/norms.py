@@ -79,7 +79,7 @@ def local_norm(
 
 
 def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
+    """Makes a 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
     dtype = torch.float32
     for p in params:
         dtype = torch.promote_types(dtype, p.dtype.to_real() if p.dtype.is_complex else p.dtype)

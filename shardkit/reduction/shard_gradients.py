@@ -230,7 +230,7 @@ def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
 
 # ------------------------------------------------------------ torch.amp.GradScaler
 def agree_on_overflow(groups: Iterable[Group], found_inf: torch.Tensor) -> None:
-    """An overflow on one rank is one on all ranks (collective)."""
+    """Makes an overflow on one rank one on all ranks (collective)."""
     for group in sorted(groups, key=lambda g: g.ranks):
         label = "whether a gradient overflowed, for torch.amp.GradScaler"
         group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
@@ -293,5 +293,5 @@ class StandingGradient:
         return mark is not None and (param.grad is not mark or mark._version != self._version)
 
     def forget(self) -> None:
-        """It stands for nothing any more, whoever carries it."""
+        """Notes that it stands for nothing any more, whoever carries it."""
         self.gradient = None

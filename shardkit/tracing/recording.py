@@ -197,7 +197,7 @@ def read_part(path: Path) -> TracePart:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file is complete or as it was."""
+    """Writes a file that is complete or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)

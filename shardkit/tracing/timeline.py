@@ -98,7 +98,7 @@ def _slices(part: TracePart, origin: float) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
-    """Moments of backward become ranges; what begins in a range ends in it."""
+    """Turns moments of backward into ranges; what begins in a range ends in it."""
     around: list[float] = []  # ends of ranges that are open
     moment: tuple[Slice, list[float]] | None = None  # and what it is inside of
     for s in slices:
@@ -167,7 +167,7 @@ def _shown(rank: int, s: Slice) -> Json:
 
 
 def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
-    """From when a collective was issued to when this rank had waited for it; these overlap."""
+    """Yields spans from when a collective was issued to when this rank had waited for it; these overlap."""
     waits = [s for s in slices if s.what.kind.endswith(".wait")]
     issued: dict[tuple[str, str], Slice] = {}
     number = 0

@@ -132,7 +132,7 @@ def hear_of_data() -> None:
 
 
 def forget_data() -> None:
-    """The opposite, as often."""
+    """Does the opposite, as often."""
     global _waits
     with _lock:
         _waits -= 1
@@ -157,7 +157,7 @@ _layer_watches: list[LayerWatch] = []
 
 
 def note_model(module: nn.Module) -> None:
-    """The calling rank trains it, and nothing else says where it is."""
+    """Notes that the calling rank trains it; nothing else says where it is."""
     _models[module] = threading.get_ident()
     for watch in _layer_watches:
         watch.watch(module)
@@ -289,7 +289,7 @@ class Tracer:
         listen(self._recorder)
 
     def _obstacle(self) -> str:
-        """Why rank 0 can't write the file."""
+        """Tells why rank 0 can't write the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
@@ -402,7 +402,7 @@ _of_environment: dict[int, Tracer] = {}  # by thread: ranks may be threads of on
 
 
 def training_begins(group: Group) -> None:
-    """Something is sharded by the calling rank: what ``SHARDKIT_TRACE`` asks for begins."""
+    """Begins what ``SHARDKIT_TRACE`` asks for, as the calling rank shards something."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return

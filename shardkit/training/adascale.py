@@ -100,7 +100,7 @@ def update_average(state: State, name: str, value: torch.Tensor, smoothing: floa
 
 
 def loaded(data: StateDict, groups: int) -> State:
-    """Own copies of the averages in an optimizer's state dict; new ones where it has none.
+    """Makes own copies of the averages in an optimizer's state dict; new ones where it has none.
 
     Args:
         data: of this class (tensors), of fairscale's (numpy arrays), or of an optimizer without AdaScale.
@@ -547,7 +547,7 @@ class AdaScale(Optimizer):
 
     @torch.no_grad()
     def gradient_correlation(self) -> torch.Tensor:
-        """Mean correlation of the gradients that pairs of ranks hold now (0-dim); call it before they are averaged.
+        """Returns the mean correlation of gradients that pairs of ranks hold now (0-dim): before they are averaged.
 
         All ranks call it. Parameters without a gradient count as zeros.
 

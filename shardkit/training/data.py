@@ -91,7 +91,7 @@ class GlobalOrder:
         return start + (left - left % (self.batch * self.rounds) if self.drop_last else left)
 
     def check_even(self, ranks: int, start: int = 0) -> None:
-        """Every rank gets as many samples of each batch as any other."""
+        """Checks that every rank gets as many samples of each batch as any other."""
         if self.batch % ranks:
             raise ConfigurationError(
                 f"a batch of {self.batch} samples can't be shared evenly by {ranks} ranks, and the mean over ranks "
@@ -183,7 +183,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return -(-self.order.end() // self.order.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From the place that was loaded, once; else from the beginning of the epoch."""
+        """Iterates from the place that was loaded, once; else from the beginning of the epoch."""
         begin, self._start = self._start, 0
         return _Batches(self, self.epoch, begin)
 
@@ -193,7 +193,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._start
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is that of this epoch. A place that was loaded stays if it is in this epoch."""
+        """Takes the order of this epoch. A place that was loaded stays if it is in this epoch."""
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
 

@@ -176,7 +176,7 @@ class IssuedCalls:
         return noted
 
     def give_up(self) -> None:
-        """Other ranks hear what they have not heard."""
+        """Tells other ranks what they have not heard."""
         for group, why in self.given_up:
             group.abort(why)
 
@@ -261,7 +261,7 @@ class SkipOutOfMemory:
 
     # ------------------------------------------------------------ what it is for
     def _find_groups(self) -> list[Group]:
-        """Over which the models are sharded, and those of replicas behind them."""
+        """Finds those over which the models are sharded, and those of replicas behind them."""
         of_each = [[g for g in (u.group, u.replicas) if g is not None] for u in self._units]
         of_each += [[w._connected().group] for w in self._wrappers]
         if not of_each:

@@ -201,7 +201,7 @@ def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
 
 
 def with_min_num_params(policy: object, min_num_params: float) -> Callable[..., bool]:
-    """``policy`` with another threshold.
+    """Returns ``policy`` with another threshold.
 
     Raises:
         ConfigurationError: it has no argument ``min_num_params``.

@@ -212,7 +212,7 @@ class _Nowhere(Exception):
 
 
 def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
-    """Type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
+    """Returns type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
     if len(name) < 5 or name[0] != "storage" or type(name[1]) is not StorageType or any(name[5:]):
         raise NotData("a reference to what is no storage")
     _, kind, key, location, numel, *_ = name
@@ -263,7 +263,7 @@ def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
 def load_with_or_without_prefix(
     module: nn.Module, state: SavedState, strict: bool = True, prefix: str = PREFIX
 ) -> IncompatibleKeys:
-    """``module.load_state_dict``, whether the state dict is of a wrapped module or not.
+    """Calls ``module.load_state_dict``, whether the state dict is of a wrapped module or not.
 
     Of the forms of the state dict (as it is, with the prefix, without it) the one is loaded that has most keys in
     common with the module; where none fits, ``load_state_dict`` says what is missing.

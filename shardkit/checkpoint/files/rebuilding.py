@@ -61,7 +61,7 @@ def natural(values: Tree) -> tuple[int, ...]:
 
 
 def _view(storage: Data, dtype: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
-    """Elements of a storage, all of which it has. ``offset`` and ``stride`` count elements."""
+    """Views elements of a storage, all of which it has. ``offset`` and ``stride`` count elements."""
     if type(storage) is not Storage or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without storage")
     size, stride = natural(size), natural(stride)

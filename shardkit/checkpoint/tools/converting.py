@@ -143,7 +143,7 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
 
 
 def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
-    """Keys of dicts as text, as DCP has them; of lists as numbers."""
+    """Returns keys of dicts as text, as DCP has them; of lists as numbers."""
     keys: list[str | int] = []
     for key in path:
         keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
@@ -152,7 +152,7 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
 
 
 def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
-    """Checksums of a file and of the records in it, which lie end to end."""
+    """Computes checksums of a file and of the records in it, which lie end to end."""
     whole = new_hasher(kind)
     items = []
     with open(path, "rb") as file:
@@ -271,7 +271,7 @@ def _check(checkpoint: Checkpoint, path: str, how: Conversion) -> None:
 
 
 def _check_replaceable(path: str, how: Conversion) -> None:
-    """Nobody's home directory is a checkpoint."""
+    """Refuses to replace what is no checkpoint, such as somebody's home directory."""
     is_file = how.to == "torch" or (how.to == "fairscale" and how.ranks is None)
     if os.path.isdir(path) and (is_file or os.listdir(path)):
         endings = (".distcp", ".metadata", ".safetensors", ".pth", ".pt", ".bin")
@@ -331,7 +331,7 @@ def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done:
 
 
 def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateDict:
-    """Under the keys that shardkit.restore_training and torch's own programs look for."""
+    """Puts it under the keys that shardkit.restore_training and torch's own programs look for."""
     if not checkpoint.model_path:
         return {"model": tree}
     if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:

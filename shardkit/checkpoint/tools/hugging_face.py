@@ -97,7 +97,7 @@ def read_safetensors(path: str) -> StateDict:
 
 
 def _add_tied(found: StateDict, notes: Mapping[str, object]) -> None:
-    """Names that are noted as another one's: huggingface_hub writes tied weights once."""
+    """Adds names that are noted as another one's: huggingface_hub writes tied weights once."""
     for name, source in notes.items():
         if isinstance(source, str) and source in found and name not in found:
             found[name] = found[source]
@@ -261,7 +261,7 @@ def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor
 
 
 def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[str, str]) -> None:
-    """Larger elements come first, so that all lie at multiples of their size."""
+    """Writes larger elements first, so that all lie at multiples of their size."""
     order = sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n))
     header: dict[str, object] = {"__metadata__": dict(notes)}
     end = 0
@@ -291,7 +291,7 @@ def _check(path: str, safe_open, names: set[str]) -> None:  # type: ignore[no-un
 
 
 def _copy_others(folder: str, source: str, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Configuration and tokenizer; the dtype in the configuration follows the weights'."""
+    """Copies configuration and tokenizer; the dtype in the configuration follows the weights'."""
     if not os.path.isdir(source):
         raise ConfigurationError(f"--files-from {source}: there is no such folder")
     copied = []

@@ -32,7 +32,7 @@ FLAT = f"{OUTER}flat_param_"  # so begin the paths of flat parameters
 
 
 def shard_name(original: str) -> str:
-    """Name of the shard of a parameter with this path."""
+    """Names the shard of a parameter with this path."""
     return f"{PREFIX}.{original}".replace(".", SEPARATOR)
 
 
@@ -272,7 +272,7 @@ def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
 
 
 def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
-    """``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
+    """Writes ``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
     names, infos = {}, {}
     for name, tensor in cut.params.items():
         # as it is with one wrapper: an outer path inside of the shard's name
@@ -292,7 +292,7 @@ def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
 
 
 def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
-    """``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
+    """Writes ``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
     (``local_metadata_dict()``)."""
     trees = []
     for rank in range(ranks):

@@ -148,7 +148,7 @@ class StoredTensor:
 
 
 def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
+    """Makes memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE:
         return torch.zeros(shape, dtype=dtype)
@@ -168,7 +168,7 @@ def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Bytes of a contiguous tensor as another dtype; only a block is ever copied."""
+    """Yields bytes of a contiguous tensor as another dtype; only a block is ever copied."""
     flat = tensor.reshape(-1)
     step = max(1, BLOCK // max(tensor.itemsize, dtype.itemsize))
     if dtype == tensor.dtype:

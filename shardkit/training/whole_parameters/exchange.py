@@ -223,7 +223,7 @@ class Exchange(Bringing):
         self._to_shards = WholeRanges("updated parameters", group.ranks)
 
     def _plan(self) -> TravelPlan:
-        """Frozen parameters don't travel; all ranks know which are."""
+        """Plans what travels: no frozen parameters; all ranks know which are."""
         trains = tuple([p.trains for p in self._parts])
         if trains not in self._plans:
             cut = [p.pieces if t else () for p, t in zip(self._parts, trains, strict=True)]
@@ -375,7 +375,7 @@ def _gradient(part: Part) -> torch.Tensor:
 def _arrived(
     plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
-    """Number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
+    """Yields number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
     sizes = plan.own.sizes(2, 1) if gradients else plan.own.numels
     for pieces, block in zip(plan.own.pieces, arrived.split(sizes), strict=True):
         numel = sum(p.numel for p in pieces)
@@ -437,7 +437,7 @@ class Gathered(Bringing):
         return [item.clone() for item in taken_apart(full, flat.layout)]
 
     def finish(self) -> None:
-        """Everything is there."""
+        """Does nothing: everything is there."""
 
     def send_back(self) -> None:
         """Nothing has to be sent."""

@@ -106,7 +106,7 @@ class WholeParameters(Optimizer):
             check_same_everywhere(group, facts, "parameters or rules of WholeParameters")
 
     def _make_inners(self) -> None:
-        """A class that refuses a parameter does so on its owner alone: then all ranks raise."""
+        """Makes them; a class that refuses a parameter does so on its owner alone: then all ranks raise."""
         problem: Exception | None = None
         try:
             self._placing.make_optimizers()
@@ -145,7 +145,7 @@ class WholeParameters(Optimizer):
         return self._placing.owners.get(number)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Not after construction: all parameters of the model are in groups already.
+        """Refuses: all parameters of the model are in groups already.
 
         Raises:
             LifecycleError: always.
