@@ -14,7 +14,7 @@ PARTS = {
     "backends": 7_830,
     "compat": 10_140,
     "shardkit": 2_180,  # the files right there
-    "shardkit/checkpoint": 7_020,
+    "shardkit/checkpoint": 7_045,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 10_110,
     "shardkit/integrations": 575,

@@ -362,10 +362,11 @@ def _digests(found: Found) -> list[str]:
     if found.state.options.sync_module_states or found.state.group.world_size == 1:
         return []
     return [
-        "" if o.param.is_meta or is_lazy(o.param)
+        ""
+        if o.param.is_meta or is_lazy(o.param)
         else hashlib.sha1(memory_of(o.values.cpu().contiguous())).hexdigest()
         for o in found.originals
-    ]  # fmt: skip
+    ]
 
 
 def _compare_values(found: Found, everybody: list[list[str]]) -> None:

@@ -180,5 +180,7 @@ def report_padding(layout: ShardLayout, what: str, rank: int) -> None:
     logger.log(
         logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO,
         "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter",
-        what, padding, 100 * share,
-    )  # fmt: skip
+        what,
+        padding,
+        100 * share,
+    )

@@ -223,7 +223,7 @@ def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> No
         if (
             (m._parameters or ORDER in m.__dict__)
             and _refuse_state_dict not in m._state_dict_pre_hooks.values()  # copies have them already
-        ):  # fmt: skip
+        ):
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)
 

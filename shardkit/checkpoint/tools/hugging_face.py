@@ -215,9 +215,11 @@ def write_hugging_face(
         notes.append(f"{name} is tied to {kept}: written once")
     try:
         parts = split(
-            tensors, get_storage_size=lambda t: t.nbytes, filename_pattern="model{suffix}.safetensors",
+            tensors,
+            get_storage_size=lambda t: t.nbytes,
+            filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise ConfigurationError(f"--max-shard-size {max_shard_size}: {error}") from None
     for file, names in parts.filename_to_tensors.items():
@@ -268,8 +270,10 @@ def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[s
     for name in order:
         t = tensors[name]
         header[name] = {
-            "dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes],
-        }  # fmt: skip
+            "dtype": _NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [end, end + t.nbytes],
+        }
         end += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

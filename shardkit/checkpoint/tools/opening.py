@@ -135,9 +135,12 @@ def _of_folder(path: str, model_key: str | None, trust_pickle: bool) -> Checkpoi
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}; shardkit ckpt verify {path} tells more") from None
         facts = {
-            "step": manifest.step, "run": manifest.run, "world_size": manifest.world_size,
-            "written": manifest.written, "versions": dict(manifest.versions),
-        }  # fmt: skip
+            "step": manifest.step,
+            "run": manifest.run,
+            "world_size": manifest.world_size,
+            "written": manifest.written,
+            "versions": dict(manifest.versions),
+        }
         kind = "shardkit"
     return _with_model(path, kind, read_folder(path, trust_pickle), model_key, facts)
 

@@ -301,12 +301,17 @@ def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
             size = _shard_numel(tensor, ranks, 1)
             padding = size - max(0, min(size, tensor.numel - rank * size))
             params[name] = {
-                "names": [name], "shapes": [torch.Size(tensor.shape)], "numels": [tensor.numel], "padding": padding,
-            }  # fmt: skip
+                "names": [name],
+                "shapes": [torch.Size(tensor.shape)],
+                "numels": [tensor.numel],
+                "padding": padding,
+            }
         entry = {
-            "fsdp_path": "", "params": params, "no_broadcast_optim_state": False,
+            "fsdp_path": "",
+            "params": params,
+            "no_broadcast_optim_state": False,
             "shared_param_info": [(source, target) for target, source in cut.shared.items()],
-        }  # fmt: skip
+        }
         metadata = {"param_metadata": [entry], "buffer_names": list(cut.buffers)}
         shards = {n: _shard(t, ranks, 1) for n, t in cut.params.items()}
         trees.append({"model": {**shards, **cut.buffers}, "shard_metadata": metadata})

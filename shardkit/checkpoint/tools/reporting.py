@@ -31,9 +31,12 @@ def steps(folder: str) -> list[StateDict]:
             try:
                 manifest = read_manifest(path)
                 facts = {
-                    "step": manifest.step, "world_size": manifest.world_size, "written": manifest.written,
-                    "run": manifest.run, "versions": dict(manifest.versions),
-                }  # fmt: skip
+                    "step": manifest.step,
+                    "world_size": manifest.world_size,
+                    "written": manifest.written,
+                    "run": manifest.run,
+                    "versions": dict(manifest.versions),
+                }
                 problem = _problem(path, {name: f.bytes for name, f in manifest.files.items()})
                 if problem is None and manifest.step != step.step:
                     problem = f"its shardkit.json is of step {manifest.step}"
@@ -121,9 +124,12 @@ def in_natural_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[
 
 def _tensor(name: str, tensor: StoredTensor) -> StateDict:
     return {
-        "name": name, "shape": list(tensor.shape), "dtype": short_dtype(tensor.dtype), "bytes": tensor.nbytes,
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": short_dtype(tensor.dtype),
+        "bytes": tensor.nbytes,
         "parts": max(1, len({id(part.where) for part in tensor.parts})),
-    }  # fmt: skip
+    }
 
 
 def _groups(checkpoint: Checkpoint) -> list[StateDict]:
@@ -226,7 +232,10 @@ def print_converted(source: str, target: str, result: Converted) -> None:
 def lines_of(results: Sequence[Verified]) -> Iterator[StateDict]:
     for result in results:
         yield {
-            "path": result.path, "files": result.files, "items": result.items, "bytes": result.bytes,
+            "path": result.path,
+            "files": result.files,
+            "items": result.items,
+            "bytes": result.bytes,
             "damages": [{"file": d.file, "name": d.name, "what": d.what} for d in result.damages],
             "limits": result.limits,
-        }  # fmt: skip
+        }

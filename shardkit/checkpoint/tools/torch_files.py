@@ -57,9 +57,12 @@ class Contents:
         return file if self._name == self._path else View(file, self._start, self._length)
 
     def _stored(
-        self, path: Path, value: Tree, keys: dict[int, str],
+        self,
+        path: Path,
+        value: Tree,
+        keys: dict[int, str],
         wheres: dict[str, tuple[int, int, int | None, Storage]],
-    ) -> Tree:  # fmt: skip
+    ) -> Tree:
         """Returns what stays in the file; storages are known by their C++ object."""
         if not isinstance(value, torch.Tensor):
             return value
