@@ -23,6 +23,7 @@ from .flat_values import taken_apart
 from .originals import managing
 from .registered import Registered
 from .state import plain_name, state_of
+from .state_dict import name_at
 
 
 def slot_of(listing: Registered) -> Slot:
@@ -126,7 +127,7 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, Held]:
     for path, m in model.named_modules():
         state = state_of(m)
         for listing in state.listings if state is not None else ():
-            names = [plain_name(f"{path}.{n}" if path else n) for n in listing.names]
+            names = [name_at(path, n) for n in listing.names]
             found[id(listing.param)] = Held(names, slot_of(listing), position.get(id(listing.param), -1))
     for name, param in model.named_parameters():
         found.setdefault(id(param), Held([plain_name(name)], None, position.get(id(param), -1)))
