@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_150  # of all source; to be lowered with each release
+LINES = 66_100  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_830,
-    "compat": 10_140,
+    "compat": 10_110,
     "shardkit": 2_240,  # the files right there
     "shardkit/checkpoint": 7_045,
     "shardkit/flattening": 890,
