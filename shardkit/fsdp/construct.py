@@ -38,7 +38,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout, in_runs
-from ..policy import OffloadPolicy, ReducePolicy
+from ..policy import OffloadPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
@@ -59,6 +59,7 @@ from .originals import (
     note_copying,
     refuse_split,
 )
+from .packed import PackedWeight, is_packable
 from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
 from .state import Options, ShardingState, forget_state, owners_of, units_below
 from .submodule_api import answer_for, note_taken, refuse_state_dicts
@@ -212,8 +213,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                kind = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
-                original = kind(p, place, home)
+                original = _original(p, place, home, state.options.reshard)
                 found.originals.append(original)
                 found.names.append(f"{path}.{name}" if path else name)
                 if state.options.placement is not None:
@@ -226,10 +226,13 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     return found
 
 
-def _kind_of(param: nn.Parameter) -> type[OriginalParameter]:
+def _original(param: nn.Parameter, place: Place, home: int, reshard: ReshardPolicy) -> OriginalParameter:
+    if is_packable(param, reshard):
+        return PackedWeight(param, place, home, reshard.packing)
     if is_dtensor(param):
-        return SplitParameter
-    return ExtendedParameter if is_extended(param) else OriginalParameter
+        return SplitParameter(param, place, home)
+    kind = ExtendedParameter if is_extended(param) else OriginalParameter
+    return kind(param, place, home)
 
 
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
@@ -458,14 +461,14 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
     if options.offload.parameters:
-        apart = [o for o in found.originals if o.store is not None]
+        apart = [o for o in found.originals if o.is_apart]
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
         if isinstance(original, SplitParameter):
             check_within(name, original.param, mesh, original.dim)
         if original.dim:
             _check_dimension(found, name, original)
-        if original.store is not None and mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        if original.is_apart and mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ConfigurationError(
                 f"fsdp_pre_all_gather of {name!r}, a {type(original.param).__name__}, is told which mesh cuts it, "
                 f"and the dimensions of {mesh} have no names: pass mesh_dim_names= to init_device_mesh"
@@ -504,7 +507,7 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
         )  # all ranks run one program: parts are of one size
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     device = options.device or originals[0].param.device
-    if originals[0].store is not None and mesh is not None:
+    if originals[0].is_apart and mesh is not None:
         _cut_extended(found, part, device, mesh)
         return layout, no_values(layout.shard_numel, originals[0].param)
     shard = shard_of(originals, layout, group, device, options.sync_module_states)

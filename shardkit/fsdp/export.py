@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_split
@@ -30,7 +31,6 @@ Names = Callable[[str], str | None] | Literal["hf"] | None
 _MOST = 255  # what a gap of one byte bridges
 _CHUNK = 2**20  # elements whose checksum is computed at a time
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # as int64; of SplitMix64
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Run(NamedTuple):
@@ -119,7 +119,7 @@ def checksum(values: torch.Tensor, first: int = 0) -> int:
 
     Sums of a tensor's parts, each with the place of its first element, add up to that of the tensor.
     """
-    bits = values.reshape(-1).view(_BITS[values.element_size()])
+    bits = values.reshape(-1).view(INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)  # read once: a device would be waited for
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
@@ -158,7 +158,7 @@ def _exported(
         if since is None:
             with summoned(state, recurse=False, writeback=False):
                 for flat in unit.flats if _is_here(root, on) else ():
-                    values = [_cast(original.values.detach(), dtype) for original in flat.originals]
+                    values = [_cast(original.param.detach(), dtype) for original in flat.originals]
                     found.update(_named(flat, values, paths))
             root.group.backend.mark_step()  # one rank alone may read them
         else:
@@ -191,7 +191,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
             )
         if since is not None and (
             flat.is_summoned
-            or flat.param.element_size() not in _BITS
+            or flat.param.element_size() not in INTEGERS
             or any(original.store is not None for original in flat.originals)
         ):
             raise ConfigurationError(
@@ -338,7 +338,7 @@ def _run(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | No
     """Finds what differs in a piece [n] that begins at element ``start``; all of it where that is less."""
     if before is None:
         return Run(start, None, now)
-    bits = _BITS[now.element_size()]
+    bits = INTEGERS[now.element_size()]
     at = (now.view(bits) != before.view(bits)).nonzero().view(-1)
     if not at.numel():
         return None

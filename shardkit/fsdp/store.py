@@ -53,7 +53,7 @@ from ..reduction.compression import CompressedGather
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
+from .flat_values import Unpacking, Unpacks, own_part, own_shard, taken_apart, unpacked
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -200,6 +200,10 @@ class Store(ABC):
         for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
             original.assign(piece)
 
+    def show_computed(self, full: torch.Tensor) -> None:
+        """They become what a forward computes with, of values in full precision, [W * S]."""
+        self.show(full.to(self._dtype))
+
     def _reveal(self) -> None:
         """They are parameters like any other."""
         for original in self._originals:
@@ -345,7 +349,6 @@ def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
             yield from _tensors_in(list(value.values()), depth - 1)
 
 
-@final
 class Stored(Store):
     """One buffer whose memory is taken for gathering and given back; views of it come back to life with it.
 
@@ -370,7 +373,7 @@ class Stored(Store):
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
-        self._unpacking = Unpacking(self._layout, full) if is_packed else None
+        self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 

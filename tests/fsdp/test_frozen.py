@@ -226,5 +226,5 @@ def test_frozen_values_that_change_unseen() -> None:
 def test_frozen_values_are_given_back_on_request() -> None:
     rank_pool(2).run(_given_back)
     rank_pool(2).run(_on_the_host)
-    with pytest.raises(ConfigurationError, match="'reshard', 'keep' or 'host'"):
+    with pytest.raises(ConfigurationError, match="'reshard', 'keep', 'host' or 'packed'"):
         ReshardPolicy(frozen="disk")  # type: ignore[arg-type]
