@@ -93,6 +93,7 @@ from ..torch_seams.hooks import (
     surrounding_checkpoint,
     tensors_in,
 )
+from .activations import Activations
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
@@ -404,10 +405,12 @@ class Engine:
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
         rounds: counts backwards of a step, where the order of sums is fixed.
+        activations: those on the host.
         all_have_order: a training forward has shown all ranks in which order units are called.
+        is_alone: everything stays gathered, and no forward or backward meets other ranks.
     """
 
-    all_have_order = False
+    all_have_order = is_alone = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
@@ -456,8 +459,12 @@ class Engine:
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
+        self._on_host = [
+            unit for unit in reversed(self.units) if any(flat.offloaded is not None for flat in unit.flats)
+        ]  # as backward leaves them
         self.set_accumulating([unit.accumulates for unit in self.units])
         self.rounds = rounds_of(self.units)
+        self.activations = Activations()
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -575,7 +582,8 @@ class Engine:
                 self._make_plan()
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
-            self._frozen.ask()
+            if not self.is_alone:
+                self._frozen.ask()
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
@@ -883,6 +891,8 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
+        for unit in self._on_host:
+            unit.land()
         if self.rounds is not None:
             self.rounds.end()
             if self.rounds.are_waiting():
@@ -910,6 +920,8 @@ class Engine:
         for unit in units:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
                 unit.forget_reduction()
+        for pack in [pack for unit in self._on_host for pack in unit.packs]:
+            pack.forget()
         for unit in self.units:
             unit.drop_local_gradients()
             unit.release()
@@ -979,6 +991,31 @@ class Engine:
             self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
             self.end_forward()
 
+    # ------------------------------------------------------------ steps without others
+    def gather_all(self) -> None:
+        """Gathers everything (collective); until :meth:`give_back_all` it stays, and gradients stay local."""
+        self.check_idle("uneven(once=True)")
+        self.is_alone, self._accumulated = True, self.set_accumulating([True] * len(self.units))
+        for unit in self.units:
+            unit.release()
+        self._gather_together(self.units)
+        self._held = [flat for unit in self.units for flat in unit.flats]
+        for flat in self._held:
+            flat.hold()
+            if flat.store.state is GATHERING:
+                flat.store.finish()
+        self._lock(self._held)
+
+    def give_back_all(self) -> None:
+        """Ends that, on this rank; the order in which units are called is to be learned anew, which ranks share."""
+        self.set_accumulating(self._accumulated)
+        self.is_alone = self.all_have_order = False
+        for unit in self.units:
+            unit.release()
+        for flat in self._held:
+            flat.drop()
+        self._held, self._order = [], []
+
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:
         """Raises LifecycleError in the middle of a forward or backward."""
@@ -1006,6 +1043,8 @@ class Engine:
                     self._send(unit)
             while self._in_flight:
                 self._receive()
+            for unit in self._on_host:
+                unit.land()
             for unit in self.units:
                 unit.end_backward()
 
