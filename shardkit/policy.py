@@ -9,6 +9,7 @@ import torch
 
 from .errors import ConfigurationError
 
+Frozen = Literal["reshard", "keep", "host", "packed"]
 _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -144,7 +145,7 @@ class ReshardPolicy:
     after_forward: bool | int = True
     root: bool = False
     prefetch: int = 1
-    frozen: Literal["reshard", "keep", "host", "packed"] = "reshard"
+    frozen: Frozen = "reshard"
     packing: Literal["int8", "nf4"] = "int8"
 
     def __post_init__(self) -> None:

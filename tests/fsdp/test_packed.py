@@ -142,6 +142,9 @@ def _in_other_ways(rank: int) -> None:
         assert half.layers[0].base.weight.dtype == torch.float32  # type: ignore[union-attr]
         torch.testing.assert_close(_loss(half, 3), out)
 
+    masters = _sharded(Stack(), "fully_shard", reshard=reshard, offload=shardkit.OffloadPolicy(masters=True))
+    torch.testing.assert_close(_loss(masters, 3), _loss(_truth("int8"), 3))
+
     # for good
     with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
         half.requires_grad_(True)
