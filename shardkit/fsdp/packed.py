@@ -25,7 +25,7 @@ from ..optimizers.shards import listing_of
 from ..policy import ReshardPolicy
 from ..reduction.compression import SMALLEST, BlockFormat
 from .flat_values import taken_apart, unpacked
-from .originals import Listing, OriginalParameter, Place
+from .originals import OriginalParameter, Place
 from .store import KeptViews, Stored
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PackedRows(nn.Parameter):
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedRows:
         """Refuses: see :meth:`PackedWeight.refuse_training`."""
-        listing: Listing | None = listing_of(self)
+        listing = listing_of(self)
         if requires_grad and listing is not None:
             listing.originals[0].refuse_training(listing.names[0])
         return self

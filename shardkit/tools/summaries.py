@@ -121,7 +121,7 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
     return UnitFacts(
         clean(path) or "(the root)", type(state.module).__name__, written, ", ".join(dict.fromkeys(map(_dtype, flats))),
         sum(f.param.numel() * f.param.element_size() for f in flats),
-        sum(max(f.layout.padded_numel * f.compute_dtype.itemsize, f.gathered.nbytes) for f in flats),
+        sum(max(f.layout.padded_numel * f.compute_dtype.itemsize, f.store.gathered.nbytes) for f in flats),
         (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
         _on_host(options.offload, flats),
     )  # fmt: skip
