@@ -38,7 +38,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout, in_runs
-from ..policy import OffloadPolicy, ReducePolicy, ReshardPolicy
+from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
@@ -203,6 +203,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
     home = state.home if state.mates else 0
+    packing = state.options.reshard.packing if state.options.reshard.frozen == "packed" else None
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -216,7 +217,10 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 by_param[id(p)] = len(found.originals)
-                original = _original(p, place, home, state.options.reshard)
+                kind = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
+                original = kind(p, place, home)
+                if packing is not None and is_packable(p):
+                    original = PackedWeight(p, place, home, packing)
                 found.originals.append(original)
                 found.names.append(f"{path}.{name}" if path else name)
                 if state.options.placement is not None:
@@ -229,13 +233,10 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     return found
 
 
-def _original(param: nn.Parameter, place: Place, home: int, reshard: ReshardPolicy) -> OriginalParameter:
-    if is_packable(param, reshard):
-        return PackedWeight(param, place, home, reshard.packing)
+def _kind_of(param: nn.Parameter) -> type[OriginalParameter]:
     if is_dtensor(param):
-        return SplitParameter(param, place, home)
-    kind = ExtendedParameter if is_extended(param) else OriginalParameter
-    return kind(param, place, home)
+        return SplitParameter
+    return ExtendedParameter if is_extended(param) else OriginalParameter
 
 
 def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:

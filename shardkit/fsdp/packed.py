@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from ..errors import ConfigurationError
 from ..layout import ShardLayout
 from ..optimizers.shards import listing_of
-from ..policy import ReshardPolicy
 from ..reduction.compression import SMALLEST, BlockFormat
 from .flat_values import taken_apart, unpacked
 from .originals import OriginalParameter, Place
@@ -187,9 +186,9 @@ class PackedWeight(OriginalParameter):
         )
 
 
-def is_packable(param: nn.Parameter, reshard: ReshardPolicy) -> bool:
+def is_packable(param: nn.Parameter) -> bool:
     """Whether a parameter is packed: a frozen matrix of real numbers, and not small."""
     return (
-        reshard.frozen == "packed" and not param.requires_grad and type(param) is nn.Parameter
-        and param.dtype in _PACKED and param.dim() > 1 and param.numel() >= SMALLEST
+        not param.requires_grad and type(param) is nn.Parameter and param.dtype in _PACKED
+        and param.dim() > 1 and param.numel() >= SMALLEST
     )  # fmt: skip
