@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_045,  # the files right there
     "shardkit/checkpoint": 7_250,
     "shardkit/flattening": 940,
-    "shardkit/fsdp": 10_380,
+    "shardkit/fsdp": 10_420,
     "shardkit/integrations": 610,
     "shardkit/launching": 590,
     "shardkit/model_parallel": 1_640,
@@ -25,10 +25,10 @@ PARTS = {
     "shardkit/oss": 2_980,
     "shardkit/pipeline": 1_790,
     "shardkit/reduction": 1_460,
-    "shardkit/tools": 8_360,
+    "shardkit/tools": 8_370,
     "shardkit/torch_seams": 1_290,
     "shardkit/tracing": 1_750,
-    "shardkit/training": 4_800,
+    "shardkit/training": 4_820,
     "shardkit/wrapping": 930,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import NamedTuple, Protocol, final
@@ -176,13 +177,14 @@ class GradientPack(ABC):
                 work.wait()
             self._arrived()
         if replicas is not None:
-            self._average(result, replicas)
+            result = self._average(result, replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
         if not had_all:
             had = self._anywhere(had, result)
-        if self._microbatches and self._group.world_size > 1:
-            self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
+        ranks = self._group.world_size * (1 if replicas is None else replicas.world_size)
+        if self._microbatches and ranks > 1:
+            self.arrive_in_order(had, list(contributions(result, ranks)), had_all)
         elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
             self._hand_over(self._own(result))
 
@@ -259,7 +261,14 @@ class GradientPack(ABC):
         if False not in unused:
             self._flat.param.grad = None
 
-    def _average(self, result: torch.Tensor, replicas: Replicas) -> None:
+    def _average(self, result: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        if self._microbatches and isinstance(replicas, Group):
+            # what came to all of them, for theirs would be sums of sums
+            everything = result.new_empty(replicas.world_size * result.numel())
+            with self._flat.ranges.replicas():
+                label = f"gradients of {self._flat.label}"
+                replicas.all_gather_into(everything, result, label=label).wait()
+            return everything
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
@@ -267,6 +276,7 @@ class GradientPack(ABC):
             replicas.all_reduce(
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
+        return result
 
     def _hand_over(self, gradient: torch.Tensor) -> None:
         """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
@@ -520,6 +530,8 @@ def way_for(
     group = flat.group.channel("gradients")
     has_replicas = replicas is not None and replicas.world_size > 1
     blocks = None
+    if replicas is not None and reduce.order is not None:
+        reduce = replace(reduce, microbatches=microbatches(reduce, group.world_size * replicas.world_size))
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:

@@ -421,6 +421,11 @@ class Unit:
         return self.needs[0].group if self.needs else None
 
     @property
+    def ranks(self) -> int:
+        """How many have a part of the batch: those that share it, in each replica."""
+        return self.flats[0].group.world_size * (1 if self.replicas is None else self.replicas.world_size)
+
+    @property
     def is_trainable(self) -> bool:
         """Whether there is anything to reduce."""
         return bool(self._fired)
@@ -539,7 +544,7 @@ def rounds_of(units: Sequence[Unit]) -> Rounds | None:
         ConfigurationError: it is not the same for all of them.
     """
     trained = [unit for unit in units if unit.flats]
-    counts = {(microbatches(u.reduce, w), w) for u in trained for w in [u.flats[0].group.world_size]}
+    counts = {(microbatches(u.reduce, w), w) for u in trained for w in [u.ranks]}
     if all(count == 0 for count, _ in counts):
         return None
     if len(counts) > 1:

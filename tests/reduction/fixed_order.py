@@ -13,7 +13,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardkit
-from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, WholeParameters, fully_shard, sharding_of
+from shardkit import (
+    FSDP,
+    OSS,
+    ReducePolicy,
+    ShardedDDP,
+    WholeParameters,
+    fully_shard,
+    hybrid_groups,
+    sharding_of,
+)
+from shardkit.training.data import seed_generators
 from tests.fsdp_models import WIDTH, Adapted, Recurrent, Tied
 
 K = 24
@@ -81,9 +91,12 @@ class Run:
     """A model and its optimizer under a strategy."""
 
     def __init__(self, family: str, strategy: str, optimizer: str = "adamw", **policy: Any) -> None:
-        torch.manual_seed(5)
+        seed_generators(5)
         inner = FAMILIES[family]()
         reduce = ReducePolicy(**{"order": "fixed", "microbatches": K, **policy})
+        where: Any = {}
+        if strategy == "hybrid":
+            where["group"], where["replicas"] = hybrid_groups(2)
         kind, options = OPTIMIZERS[optimizer]
         self.inner, self.optimizer, self.model = inner, None, inner
         if strategy == "sharded_ddp":
@@ -99,8 +112,8 @@ class Run:
                 if any(True for _ in m.parameters()) and not isinstance(m, nn.ModuleList) and family != "tied"
             ]
             for m in whole if strategy != "rows" else ():
-                fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors")
-            fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors")
+                fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors", **where)
+            fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors", **where)
         if strategy == "whole":
             self.optimizer = WholeParameters(self.model, torch.optim.Muon, lr=0.02)
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from shardkit import (
 )
 from shardkit.backends.simulated import SimulatedBackend
 from shardkit.checkpoint.tools import compare, open_checkpoint
+from shardkit.errors import RankFailedError
 from shardkit.reduction.norms import clip_by_global_norm
 from shardkit.training.data import GlobalBatchSampler
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 from tests.reduction.fixed_order import FAMILIES, OPTIMIZERS, STRATEGIES, Run, train
 
 
@@ -67,34 +70,53 @@ def test_microbatches_that_ranks_cant_share(strategy: str) -> None:
             assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == plain
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_over_gloo(world: int) -> None:
     """Processes; DTensors too, whose norm torch's clipping takes."""
-    options: dict[str, Any] = {"clip": 0.2, "count": 6, "last": 9}
+    options: dict[str, Any] = {"clip": 0.2, "count": 12, "last": 4}
     plain = _ranks(1, "simulated", "transformer", "units", **options)
     for strategy in ("units", "dtensors", "sharded_ddp"):
         assert _ranks(world, "gloo", "transformer", strategy, torchs=True, **options) == plain
 
 
-def test_a_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """7 steps on 1 rank are 3 on 4, 2 on 3 and 2 on 2, and leave the same checkpoint."""
-    alone, moved = tmp_path / "alone", tmp_path / "moved"
-    for strategy in ("units", "sharded_ddp"):
-        for folder in (alone, moved):
-            folder.mkdir()
-        whole = _ranks(1, "simulated", "dropped", strategy, last=7, clip=0.5, folder=str(alone))
-        told: list[object] = []
-        for world, first, last in ((4, 0, 3), (3, 3, 5), (2, 5, 7)):
-            found = _ranks(
-                world, "simulated", "dropped", strategy, first=first, last=last, clip=0.5, folder=str(moved)
-            )
-            told += found[:-1]
-        assert [*told, found[-1]] == whole
-        found_there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
-        assert found_there.differences == []
-        assert found_there.tensors > 10
-        for folder in (alone, moved):
-            folder.rename(folder.with_name(f"{folder.name}_{strategy}"))
+def _killed(rank: int, args: tuple[Any, ...], options: dict[str, Any], told: str) -> None:
+    """One rank is lost in the step after those."""
+    found = train(rank, 4, *args, **options)
+    if rank == 0:
+        torch.save(found[:-1], told)
+    run = Run(*args, microbatches=options["count"])
+    shardkit.restore_training(options["folder"], model=run.model, optimizer=run.optimizer)
+    run.backward(rank, 1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.backward(4 + rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "ends"),
+    [("units", "adamw", (13, 27, 40)), ("sharded_ddp", "sgd", (2, 4, 6)), ("whole", "adamw", (2, 4, 6))],
+)
+def test_a_training_goes_on_with_other_ranks(
+    tmp_path: Path, strategy: str, optimizer: str, ends: tuple[int, int, int]
+) -> None:
+    """40 steps on 1 rank are 13 on 4, one of which is killed, 14 on 3 and 13 on 2, and leave the same checkpoint."""
+    alone, moved, notes = (tmp_path / name for name in ("alone", "moved", "notes"))
+    alone.mkdir()
+    moved.mkdir()
+    args = ("dropped", strategy, optimizer)
+    options: dict[str, Any] = {"clip": 0.5, "count": 12}
+    whole = _ranks(1, "simulated", *args, **options, last=ends[-1], folder=str(alone))
+    options["folder"] = str(moved)
+    with pytest.raises(RankFailedError):
+        run_once(4, "gloo", _killed, args, {**options, "last": ends[0]}, str(notes))
+    told = torch.load(notes)
+    for world, first, last in ((3, *ends[:2]), (2, *ends[1:])):
+        found = _ranks(world, "gloo", *args, **options, first=first, last=last)
+        told += found[:-1]
+    assert [*told, found[-1]] == whole
+    there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
+    assert there.differences == []
+    assert there.tensors > 10
 
 
 # ------------------------------------------------------------ norms
@@ -202,8 +224,8 @@ def test_what_is_refused() -> None:
 
 def _replicas(rank: int) -> None:
     backend = SimulatedBackend()
-    shards, replicas = shardkit.hybrid_groups(2, backend=backend)
-    with pytest.raises(ConfigurationError, match="replicas"):
+    replicas, shards = shardkit.hybrid_groups(2, backend=backend)
+    with pytest.raises(ConfigurationError, match="not on consecutive ranks"):
         fully_shard(
             nn.Linear(2, 2),
             group=shards,
@@ -213,7 +235,16 @@ def _replicas(rank: int) -> None:
         )
 
 
-def test_replicas_are_refused() -> None:
+def test_replicas() -> None:
+    """Two and three of two shards; ranks without a gradient hear of the others', and some have no micro-batch left."""
+    for family, options in (
+        ("routed", {"torchs": True}), ("adapted", {"dtype": torch.bfloat16}), ("mlp", {"uneven": True, "count": 7})
+    ):  # fmt: skip
+        options |= {"clip": 0.3}
+        plain = _ranks(1, "simulated", family, "units", **{**options, "uneven": False})
+        for world in (4, 6):
+            assert _ranks(world, "simulated", family, "hybrid", **options) == plain
+    assert _ranks(4, "gloo", "mlp", "hybrid", **options) == plain
     rank_pool(4, "simulated").run(_replicas)
 
 
