@@ -332,7 +332,7 @@ def _on_its_own(rank: int) -> None:
         for model in (found, other, plain, plain_other):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
-    found.which = 0
+    plain.which = found.which = 0
     with shardkit.uneven(found):  # ranks are in step again
         for _ in range(2 * rank):
             _loss(found, 5).backward()
