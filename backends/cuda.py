@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .accelerator import AcceleratorBackend, DeviceModule
+from .accelerator import AcceleratorBackend
 from .c10d.connections import process_group_over
 from .c10d.group import C10dGroup
 from .c10d.stream_group import StreamGroup
@@ -128,9 +128,12 @@ class CudaBackend(AcceleratorBackend):
     process_group_backend = "cpu:gloo,cuda:nccl"  # torch saves checkpoints in the background over gloo
     advice = "this torch was built without CUDA, or no device is visible"
 
-    @property
-    def _module(self) -> DeviceModule:
-        return torch.get_device_module(self.device_type)  # type: ignore[return-value]
+    def _in_use(
+        self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+    ) -> Sequence[torch.Tensor]:
+        """Nothing: the allocators of the device and of pinned memory know of the stream."""
+        (out if out.is_cuda else tensor).record_stream(stream)
+        return ()
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return NcclGroup if serves == "nccl" else C10dGroup

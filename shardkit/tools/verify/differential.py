@@ -170,8 +170,10 @@ class Verifier:
             if library == "fairscale" and (bits or strategy == "fully_shard"):
                 continue  # it has no such thing
             try:
-                traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
-                sides.append(_side(library, traces[library], truth, chosen))
+                got = traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
+                parting = first_parting(got, truth, chosen)
+                largest = largest_difference(got, truth) if parting is None else None
+                sides.append(Side(library, parting, largest))
             except RankFailedError as error:
                 sides.append(Side(library, failure=error.remote_traceback))
         between = first_parting(traces["shardkit"], traces["fairscale"], chosen) if len(traces) == 2 else None
@@ -214,11 +216,6 @@ def verify(
         return verifier.verify(
             experiment, strategy=strategy, steps=steps, options=options, tolerance=tolerance, bits=bits
         )
-
-
-def _side(library: str, got: Trace, truth: Trace, tolerance: Tolerance) -> Side:
-    parting = first_parting(got, truth, tolerance)
-    return Side(library, parting, largest_difference(got, truth) if parting is None else None)
 
 
 def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
