@@ -99,9 +99,11 @@ def redirected_names(module: str) -> Callable[[str], Tree]:
     def get(name: str) -> Tree:
         if name == "__all__":  # "import *" asks for it
             return sorted({n for n in names if not n.startswith("_")} | _defined_in(sys.modules[module]))
-        if name not in names and f"{module}.{name}" in _SERVED:
-            return importlib.import_module(f"{module}.{name}")
         if name not in names:
+            # fairscale's packages import what is in them
+            is_package = not name.startswith("_") and "__path__" in vars(sys.modules.get(module, sys))
+            if is_package and importlib.util.find_spec(f"{module}.{name}") is not None:
+                return importlib.import_module(f"{module}.{name}")
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return names[name]()
 

@@ -33,6 +33,12 @@ MOVED = {
     "optim.utils": "internal.params",
 }  # fmt: skip
 
+# Modules that fairscale's packages have as attributes, for they import them.
+ATTRIBUTES = (
+    "internal.containers optim.grad_scaler nn.checkpoint.checkpoint_activations nn.pipe.skip.namespace nn.moe.moe_layer "
+    "nn.data_parallel.fsdp_optim_utils nn.misc.param_bucket nn.model_parallel.initialize"
+).split()
+
 
 @pytest.mark.parametrize("old", MOVED)
 def test_moved_modules(old: str) -> None:
@@ -48,6 +54,7 @@ def test_parts_after_importing_the_package_alone() -> None:
     code = "import shardkit, sys\n"
     code += f"for part in {parts}: assert getattr(shardkit, part) is sys.modules[f'shardkit.{{part}}']"
     code += "\nassert shardkit.moe.__name__ == 'shardkit.model_parallel.moe'"
+    code += "".join(f"\nassert shardkit.{path}" for path in ATTRIBUTES)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 

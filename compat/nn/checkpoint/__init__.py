@@ -7,11 +7,14 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.types import StateDict
 from shardkit.wrapping import activations as _core
 from shardkit.wrapping.activations import is_checkpointing, is_recomputing
 
 __all__ = ["checkpoint_wrapper", "is_checkpointing", "is_recomputing"]
+
+__getattr__ = redirected_names(__name__)
 
 
 def checkpoint_wrapper(

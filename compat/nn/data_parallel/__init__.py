@@ -1,5 +1,7 @@
 """fairscale.nn.data_parallel."""
 
+from shardkit.compat.redirected import redirected_names
+
 from .fully_sharded_data_parallel import (
     FullyShardedDataParallel,
     OffloadConfig,
@@ -19,3 +21,5 @@ __all__ = [
     "get_fsdp_instances",
     "no_pre_load_state_dict_hook",
 ]
+
+__getattr__ = redirected_names(__name__)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from shardkit.compat.redirected import redirected_names
 from shardkit.flattening.bucket import GradBucket, ParamBucket
 from shardkit.flattening.keys import WRAPPED, rename_prefix
 from shardkit.flattening.wrapper import FlattenParamsWrapper
@@ -15,6 +16,8 @@ __all__ = [
     "ParamBucket",
     "checkpoint_wrapper",
 ]
+
+__getattr__ = redirected_names(__name__)
 
 
 # Named by wrappers that fairscale has pickled.
