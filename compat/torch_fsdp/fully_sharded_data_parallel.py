@@ -195,17 +195,13 @@ class FullyShardedDataParallel(OptimizerStates):
                     stack.enter_context(whole_gradients(m._state.flats, writeback))
             yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`shardkit.FSDP.clip_grad_norm_`."""
-        return self._clip(max_norm, norm_type)
-
     # ------------------------------------------------------------ state dicts
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Returns what :meth:`set_state_dict_type` has set, full by default; names are the wrapped module's."""
         prefix = str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         destination = kwargs.get("destination", args[0] if args else None)
         before = set(destination or ())
-        found = self._full_state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
             settings.settle(self, self._settings, found, prefix, before, self._passed_group.value)
         return found
