@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -198,8 +199,15 @@ class FullyShardedDataParallel(OptimizerStates):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`shardkit.FSDP.clip_grad_norm_`."""
-        return self._clip(max_norm, norm_type)
+        """See :meth:`shardkit.FSDP.clip_grad_norm_`; warns where this rank has no gradients, as torch's does."""
+        norm = self._clip(max_norm, norm_type)
+        if not self.params_with_grad:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {self._state.group.rank} with no gradients -- returning the "
+                f"total norm in the default dtype {norm.dtype}",
+                stacklevel=2,
+            )
+        return norm
 
     # ------------------------------------------------------------ state dicts
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:

@@ -360,8 +360,8 @@ def consolidate(
                         f"the state dict of rank 0 has no {key!r}, which its metadata names"
                     )
                 continue
-            joined = _joined(shard_weights, shard_metadata, k, name, key)
             layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
+            joined = _joined(shard_weights, shard_metadata, k, name, key, layout.numel)
             for n, shape, part in zip(
                 info["names"], info["shapes"], taken_apart(joined, layout), strict=True
             ):
@@ -375,19 +375,18 @@ def consolidate(
 
 def _joined(
     shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
-    k: int, name: str, key: str,
+    k: int, name: str, key: str, numel: int,
 ) -> torch.Tensor:  # fmt: skip
     """Returns a flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
     metadata.
     """
     entry = shard_metadata[0]["param_metadata"][k]
-    numels = entry["params"][name]["numels"]
     shards: list[torch.Tensor] = []
     for weights, meta in zip(shard_weights, shard_metadata, strict=True):
         padding = meta["param_metadata"][k]["params"][name]["padding"]
         shard = weights[key].reshape(-1)
         shards.append(shard[: shard.numel() - padding])
-        if entry["no_broadcast_optim_state"] or shards[0].numel() == sum(numels):
+        if entry["no_broadcast_optim_state"] or shards[0].numel() == numel:
             break
     return torch.cat(shards)
 
