@@ -8,71 +8,20 @@ knows is served (:class:`OfTorch`). Those of which more is known are classes lik
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group
+from shardkit.backend import Backend, Group, Work
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.types import ProcessGroup
 
 from .c10d.group import C10dGroup, KnownGroups
 from .c10d.stream_group import LibraryGroup
 from .eager import EagerBackend
-from .processes import START_SECONDS, launch_processes
-
-
-class DeviceModule(Protocol):
-    """The part of torch.cuda, torch.xpu, ... that backends use."""
-
-    def is_available(self) -> bool: ...
-    def is_initialized(self) -> bool: ...
-    def device_count(self) -> int: ...
-    def current_device(self) -> int: ...
-    def set_device(self, device: int, /) -> None: ...
-    def synchronize(self, device: torch.device, /) -> None: ...
-    def get_rng_state(self, device: torch.device, /) -> torch.Tensor: ...
-    def set_rng_state(self, state: torch.Tensor, device: torch.device, /) -> None: ...
-
-
-class TorchAccelerator:
-    """The same, of ``torch.accelerator``: it is there for every device, and some vendors' modules are torch's alone to
-    call (TorchTPU's raises for others)."""
-
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
-
-    @property
-    def _module(self) -> ModuleType:
-        return torch.get_device_module(self._device_type)
-
-    def is_available(self) -> bool:
-        known = torch.accelerator.current_accelerator()
-        return known is not None and known.type == self._device_type and torch.accelerator.is_available()
-
-    def is_initialized(self) -> bool:
-        return True  # asking for the current device is what a rank begins with
-
-    def device_count(self) -> int:
-        return torch.accelerator.device_count()
-
-    def current_device(self) -> int:
-        return torch.accelerator.current_device_index()
-
-    def set_device(self, device: int, /) -> None:
-        torch.accelerator.set_device_index(device)
-
-    def synchronize(self, device: torch.device, /) -> None:
-        torch.accelerator.synchronize(device)
-
-    def get_rng_state(self, device: torch.device, /) -> torch.Tensor:
-        return self._module.get_rng_state(device)
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device, /) -> None:
-        self._module.set_rng_state(state, device)
+from .processes import StartsProcesses
 
 
 class EventTimer:
@@ -92,8 +41,23 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
-class AcceleratorBackend(EagerBackend):
-    """Tensors of one kind of accelerator.
+class StreamCopy(Work):
+    """A copy on a stream of its own."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+
+class AcceleratorBackend(EagerBackend, StartsProcesses):
+    """Tensors of one kind of accelerator, one process for each device.
 
     Attributes:
         advice: what to do where there is no such device.
@@ -105,24 +69,21 @@ class AcceleratorBackend(EagerBackend):
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)
         self._selected = False
-
-    @property
-    def _module(self) -> DeviceModule:
-        return TorchAccelerator(self.device_type)
+        self._copies: torch.Stream | None = None
 
     def is_available(self) -> bool:
-        return self._module.is_available() and dist.is_available()
+        known = torch.accelerator.current_accelerator(check_available=True)
+        return known is not None and known.type == self.device_type and dist.is_available()
 
     def device(self) -> torch.device:
-        """The current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose another, or
-        sharded parameters are on another.
+        """Returns the current device. The first call selects the one of ``LOCAL_RANK``, unless the caller chose
+        another, or sharded parameters are on another.
 
         Raises:
             BackendError: there is no such device.
             ConfigurationError: more ranks on this machine than devices.
         """
-        module = self._module
-        if not module.is_available():
+        if not self.is_available():
             kind = self.device_type
             raise BackendError(
                 f"no {kind.upper()} device is available (torch.{kind}.is_available() is False): {self.advice}"
@@ -130,20 +91,19 @@ class AcceleratorBackend(EagerBackend):
         if not self._selected:
             self._selected = True
             self._select_device()
-        return torch.device(self.device_type, module.current_device())
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def settle(self, device: torch.device) -> None:
         """Selects the device of ``model.to(rank)`` where nobody has: on device 0 of all ranks collectives never end."""
         if self._selected:
             return
         self._selected = True
-        if device.index and self._module.current_device() == 0:
-            self._module.set_device(device.index)
+        if device.index and torch.accelerator.current_device_index() == 0:
+            torch.accelerator.set_device_index(device.index)
 
     def _select_device(self) -> None:
-        local_rank, module = os.environ.get("LOCAL_RANK"), self._module
-        count = module.device_count()
-        chosen = module.is_initialized() and module.current_device() != 0
+        local_rank, count = os.environ.get("LOCAL_RANK"), torch.accelerator.device_count()
+        chosen = torch.accelerator.current_device_index() != 0
         # with one device visible to each process, LOCAL_RANK says nothing
         if local_rank is None or chosen or count == 1:
             return
@@ -152,7 +112,7 @@ class AcceleratorBackend(EagerBackend):
                 f"LOCAL_RANK is {local_rank}, but only {count} {self.device_type.upper()} devices are visible; start "
                 f"at most {count} ranks on this machine"
             )
-        module.set_device(int(local_rank))
+        torch.accelerator.set_device_index(int(local_rank))
 
     def group(self, process_group: ProcessGroup = None) -> Group:
         """See :meth:`shardkit.backend.Backend.group`. Of mixed groups ("cpu:gloo,cuda:nccl") what serves the device."""
@@ -180,51 +140,39 @@ class AcceleratorBackend(EagerBackend):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
 
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        if self._copies is None:
+            self._copies = torch.Stream(target.device)
+        self._copies.wait_stream(torch.accelerator.current_stream(target.device))  # who had the memory before
+        with self._copies:
+            target.copy_(source, non_blocking=True)
+            return StreamCopy(self._copies.record_event())
+
     def synchronize(self) -> None:
-        self._module.synchronize(self.device())
+        torch.accelerator.synchronize(self.device())
 
     def timer(self) -> EventTimer:
         return EventTimer(self.device())
 
     def rng_state(self) -> torch.Tensor:
         """Returns the state of this rank's device, uint8."""
-        return self._module.get_rng_state(self.device())
+        return torch.get_device_module(self.device_type).get_rng_state(self.device())
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Sets the state of this rank's device, uint8."""
-        self._module.set_rng_state(state, self.device())
+        torch.get_device_module(self.device_type).set_rng_state(state, self.device())
 
-    def launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:
-        """Runs ``fn(rank, *args)`` in one process for each device, with a process group of the device's library.
-
-        Raises:
-            ConfigurationError: fewer devices than ranks.
-            RankFailedError: the first failing rank's error, at once.
-        """
+    def _check_ranks(self, world_size: int) -> None:
         count = self.device_count()
         if world_size > count:
             raise ConfigurationError(
                 f"{world_size} ranks need {world_size} {self.device_type.upper()} devices, {count} are visible; launch "
                 "fewer ranks, or use backend='gloo' on the CPU"
             )
-        environment = self._environment_of_ranks(world_size)
-        return launch_processes(fn, world_size, args, self.name, timeout, start_timeout, environment)
 
     def device_count(self) -> int:
         """Counts those that this process sees."""
-        return self._module.device_count() if self.is_available() else 0
-
-    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
-        return {}
+        return torch.accelerator.device_count() if self.is_available() else 0
 
 
 class OfTorch(AcceleratorBackend):

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .accelerator import AcceleratorBackend, DeviceModule
+from .accelerator import AcceleratorBackend
 from .c10d.connections import process_group_over
 from .c10d.group import C10dGroup
 from .c10d.stream_group import StreamGroup
@@ -127,10 +127,6 @@ class CudaBackend(AcceleratorBackend):
     device_type = "cuda"
     process_group_backend = "cpu:gloo,cuda:nccl"  # torch saves checkpoints in the background over gloo
     advice = "this torch was built without CUDA, or no device is visible"
-
-    @property
-    def _module(self) -> DeviceModule:
-        return torch.get_device_module(self.device_type)  # type: ignore[return-value]
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return NcclGroup if serves == "nccl" else C10dGroup

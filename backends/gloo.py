@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,15 +10,15 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 
 from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.types import ProcessGroup
 
 from .c10d.connections import connect_gloo, timeout_of
 from .c10d.group import C10dGroup, KnownGroups
 from .eager import Host
-from .processes import START_SECONDS, launch_processes
+from .processes import StartsProcesses
 
 
-class GlooBackend(Host):
+class GlooBackend(Host, StartsProcesses):
     """CPU tensors, one process a rank."""
 
     name = "gloo"
@@ -32,17 +32,6 @@ class GlooBackend(Host):
 
     def group(self, process_group: ProcessGroup = None) -> Group:
         return self._groups.of(process_group)
-
-    def launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = START_SECONDS,
-    ) -> list[T]:
-        return launch_processes(fn, world_size, args, "gloo", timeout, start_timeout)
 
 
 def _make_group(
@@ -65,7 +54,7 @@ def _make_group(
 def _among_threads(
     backend: Backend, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int
 ) -> C10dGroup:
-    """A group of threads, as torch's tests have ranks, over connections of its own: theirs carry no CPU tensors."""
+    """Makes a group of threads, torch's tests' ranks, by connections of its own: theirs carry no CPU tensors."""
     world = dist.distributed_c10d._world
     store = PrefixStore(f"shardkit/{world.pg_names[process_group]}", world.pg_map[process_group][1])
     connected = connect_gloo(store, rank, len(ranks), timeout_of(process_group, "cpu"))

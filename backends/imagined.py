@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from shardkit.backend import DONE, Backend, ReduceOp, Work
-from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members
+from shardkit.errors import ConfigurationError
+from shardkit.types import ProcessGroup, T
 
-from .checked_group import CheckedGroup, Sizes, check_members
 from .eager import Host
 
 
@@ -35,19 +34,8 @@ class ImaginedBackend(Host):
     def group(self, process_group: ProcessGroup = None) -> ImaginedGroup:
         return self._group
 
-    def launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = None,
-    ) -> list[T]:
-        raise BackendError("imagined ranks can't be launched: they have no values; use backend='simulated'")
 
-
-class ImaginedGroup(CheckedGroup):
+class ImaginedGroup(Group):
     """Carries nothing; what ranks say about themselves is the same on all."""
 
     def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
@@ -56,7 +44,7 @@ class ImaginedGroup(CheckedGroup):
         self.rank, self.world_size = 0, len(self.ranks)
 
     def _carry(self, operation: str, tensor: Tensor, async_op: bool, label: str) -> Work:
-        """Called by each collective."""
+        """Does what each collective does."""
         return DONE
 
     def channel(self, name: str) -> ImaginedGroup:

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from shardkit.backend import Group
+from shardkit.backend import Group, check_member
 from shardkit.errors import ConfigurationError
 from shardkit.types import T
 
-from .checked_group import CheckedGroup, check_member
 
-
-class ObjectsOverTensors(CheckedGroup):
+class ObjectsOverTensors(Group):
     """Carries objects by the group's own collectives.
 
     The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
@@ -120,7 +118,7 @@ def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> l
     return parts
 
 
-class ObjectsOverBytes(CheckedGroup):
+class ObjectsOverBytes(Group):
     """Exchanges objects as pickled bytes, so that ranks of one process share nothing."""
 
     @abc.abstractmethod

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -14,35 +12,26 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import cast
 
+from shardkit.backend import Backend, get_backend
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.launching.started import note
+from shardkit.launching.started import end_with_parent, note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.watchdog import begin_job, end_job, fail_job
-from .spawning import Name, environment
+from .spawning import Name, Pool, environment
 
 START_SECONDS = 180.0
 # What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
 _CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError")
 _GRACE_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 # ---------------------------------------------------------------- in a rank
-def _die_with_parent() -> None:
-    """Has the kernel end this process with its parent (Linux; elsewhere an idle rank ends at the closed pipe)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _serve(
     connection: Connection,
     rank: int,
@@ -53,7 +42,7 @@ def _serve(
     variables: dict[str, str],
 ) -> None:
     """Runs what comes over the pipe until it closes."""
-    _die_with_parent()
+    end_with_parent()  # elsewhere than on Linux an idle rank ends at the closed pipe
     os.environ.update(variables)
     note(0)  # a launch within the rank starts ranks of its own
     try:
@@ -103,8 +92,6 @@ def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
     import torch
     import torch.distributed as dist
 
-    from shardkit.backend import get_backend
-
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     family = get_backend(backend)
@@ -126,7 +113,7 @@ def leave_ranks() -> None:
 
 
 # ---------------------------------------------------------------- in the process that starts them
-class RankPool:
+class RankPool(Pool):
     """``world_size`` rank processes that stay alive between calls.
 
     After a failure or a timeout all ranks are ended, and the next call starts new ones.
@@ -135,8 +122,7 @@ class RankPool:
         backend: one whose ranks are processes ("gloo", "cuda", ...).
         start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.
-        timeout: seconds a call may take; None: no limit.
-        start_timeout: seconds in which the ranks have to be ready; None: no limit.
+        timeout, start_timeout: as of any :class:`~shardkit.backends.spawning.Pool`.
         environment: variables set in the ranks.
     """
 
@@ -150,21 +136,16 @@ class RankPool:
         start_timeout: float | None = START_SECONDS,
         environment: dict[str, str] | None = None,
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
-        self.world_size = world_size
-        self.timeout = timeout
-        self._start_timeout = start_timeout
+        super().__init__(world_size, timeout, start_timeout)
         self._backend, self._start = backend, start
         self._environment = dict(environment or {})
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
         self._names: list[Name] = []
         self._store: object = None  # kept, not asked for anything
-        _pools.add(self)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """``fn(rank, *args)`` on every rank; each rank's result.
+        """Calls ``fn(rank, *args)`` on every rank; returns each rank's result.
 
         Args:
             fn: an importable function (it travels by name).
@@ -293,23 +274,6 @@ class RankPool:
         self._processes, self._connections, self._names = [], [], []
         self._store = None
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(kill=error is not None)
-
-
-_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close(kill=True)
-
 
 def _packed(fn: AnyCallable, args: Args) -> bytes:
     """Pickles a call for a rank."""
@@ -353,16 +317,35 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def launch_processes(
-    fn: Callable[..., T],
-    world_size: int,
-    args: Args,
-    backend: str,
-    timeout: float | None,
-    start_timeout: float | None,
-    environment: dict[str, str] | None = None,
-) -> list[T]:
-    with RankPool(
-        world_size, backend, timeout=timeout, start_timeout=start_timeout, environment=environment
-    ) as pool:
-        return pool.run(fn, *args)
+# ---------------------------------------------------------------- backends
+class StartsProcesses(Backend):
+    """A backend whose ranks are processes."""
+
+    def launch(
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args = (),
+        *,
+        timeout: float | None = None,
+        start_timeout: float | None = START_SECONDS,
+    ) -> list[T]:
+        """See :meth:`shardkit.backend.Backend.launch`.
+
+        Raises:
+            ConfigurationError: fewer devices than ranks.
+        """
+        self._check_ranks(world_size)
+        variables = self._environment_of_ranks(world_size)
+        pool = RankPool(
+            world_size, self.name, timeout=timeout, start_timeout=start_timeout, environment=variables
+        )
+        with pool:
+            return pool.run(fn, *args)
+
+    def _check_ranks(self, world_size: int) -> None:
+        """Raises ConfigurationError where this machine can't have so many."""
+
+    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
+        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
+        return {}

@@ -9,6 +9,8 @@ Memory, and how long a process had a core, Linux tells; elsewhere they are not k
 
 from __future__ import annotations
 
+import abc
+import atexit
 import contextlib
 import multiprocessing.context
 import os
@@ -16,9 +18,15 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+from shardkit.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
 _MOST = 8000  # characters shown
@@ -92,6 +100,40 @@ class Name(str):
         self.file.close()
 
 
+class Pool(abc.ABC):
+    """Ranks in processes that stay alive between calls, and end with this one. A context manager.
+
+    Args:
+        timeout: seconds a call may take; None: no limit.
+        start_timeout: seconds in which the ranks have to be ready; None: no limit.
+    """
+
+    def __init__(self, world_size: int, timeout: float | None, start_timeout: float | None) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
+        self.world_size, self.timeout, self._start_timeout = world_size, timeout, start_timeout
+        _pools.add(self)
+
+    @abc.abstractmethod
+    def close(self, kill: bool = False) -> None:
+        """Ends the processes; with ``kill`` at once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(kill=error is not None)
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools):
+        pool.close(kill=True)
+
+
 _SLEEPS = ("S", "T", "t", "Z", "X")  # neither running, nor waiting for a core or a disk
 
 
@@ -122,7 +164,7 @@ class ProcessTime:
         self.cpu = self.slept = 0.0
 
     def seconds(self) -> float:
-        """Up to now; to be asked about once a second."""
+        """Counts up to now; to be asked about once a second."""
         now = time.monotonic()
         passed, self._last = now - self._last, now
         state, cpu = _state(self._pid)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Work, WorkThen
+from shardkit.backend import DONE, ReduceOp, Sizes, Work, WorkThen, check_member, check_members
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import T
 
@@ -42,7 +42,6 @@ from .c10d.connections import process_group_over
 from .c10d.group import C10dGroup
 from .c10d.payloads import NUMBERS, as_bytes, as_real
 from .c10d.stream_group import StreamGroup, is_even
-from .checked_group import Sizes, check_member, check_members
 from .objects import as_tensor
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
@@ -74,7 +73,7 @@ class TpuBackend(AcceleratorBackend):
     )
 
     def _select_device(self) -> None:
-        """The process has its chip; only what it needs to find the others' is looked at."""
+        """Looks at what the process, which has its chip, needs to find the others'."""
         unset = [name for name in (ADDRESSES, TOPOLOGY) if not os.environ.get(name)]
         if unset and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigurationError(
@@ -84,20 +83,25 @@ class TpuBackend(AcceleratorBackend):
             )
 
     def settle(self, device: torch.device) -> None:
-        """Nothing: the process has its chip."""
+        """Does nothing: the process has its chip."""
 
     def device_count(self) -> int:
-        """A process that has taken its chip sees that one alone; a rank's machine has one for each of its ranks."""
+        """Counts one for each rank of the machine: a process that has taken its chip sees that one alone."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if os.environ.get(ADDRESSES) else 0
         return max(super().device_count(), ranks)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the host; pinned where the runtime has such memory."""
+        """Copies to the host, pinned where the runtime has such memory."""
         host = tensor.detach().cpu()
         try:
             return host.pin_memory()
         except RuntimeError:  # XLA's runtime for another processor
             return host
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        """Copies in the one stream that a device has."""
+        target.copy_(source, non_blocking=True)
+        return DONE
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return C10dGroup if serves == "gloo" else TpuGroup
@@ -138,7 +142,7 @@ class TpuGroup(StreamGroup):
 
     # ------------------------------------------------------------ groups
     def new_group(self, ranks: Sequence[int]) -> TpuGroup | None:
-        """A sub-group of these group ranks; None on the others, which make groups of that size among themselves."""
+        """Makes a sub-group of these ranks; None on the others, which make groups of that size among themselves."""
         members = check_members(self, ranks)
         if self.process_group is not None and len(members) < self.world_size:
             self._check_partition(members)
@@ -235,7 +239,7 @@ class TpuGroup(StreamGroup):
         return everything if self.rank == dst else None
 
     def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
-        """Padded on the device, cut on the host."""
+        """Pads on the device, cuts on the host."""
         own = _padded(data, max(sizes)).to(self.backend.device())
         width = own.numel()
         everything = torch.empty(self.world_size * width, dtype=torch.uint8, device=own.device)

@@ -16,11 +16,12 @@ import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import TypeVar
+from typing import TypeAlias, TypeGuard, TypeVar
 
 import torch
+from torch import Tensor
 
-from .errors import BackendError
+from .errors import BackendError, ConfigurationError
 from .progress import listen_to_errors
 from .types import AnyCallable, Args, ProcessGroup, T, Timer
 
@@ -30,6 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 F = TypeVar("F", bound=AnyCallable)
+Sizes: TypeAlias = list[int]  # a numel for each rank
 _eval_frame = torch._C._dynamo.eval_frame
 
 
@@ -86,7 +88,7 @@ class Work(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def is_done(self) -> bool:
-        """Whether :meth:`wait` would return at once; says so without waiting."""
+        """Says whether :meth:`wait` would return at once, without waiting."""
 
 
 class WorkThen(Work):
@@ -132,6 +134,9 @@ class Group(OutsideGraphs, abc.ABC):
     result is ready on return and the returned work is done. ``label`` says what the call is for and
     appears in errors.
 
+    Arguments of collectives are checked here, alike on every backend, which implements the methods with an underscore.
+    Those get each rank's numel in a list, whether sizes were given or not. Every check raises a ConfigurationError.
+
     Attributes:
         rank: this rank's place in the group.
         world_size: number of members.
@@ -156,53 +161,90 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
-        """A sub-group of these group ranks, in ascending order (collective over this group); None on ranks outside."""
+        """Makes a sub-group of these ranks, in ascending order (collective over this group); None on ranks outside."""
 
-    @abc.abstractmethod
+    @not_compiled
     def all_gather_into(
         self,
-        output: torch.Tensor,  # [N]
-        shard: torch.Tensor,  # [S]; may be this rank's own slice of output (then nothing is copied)
+        output: Tensor,  # [N]
+        shard: Tensor,  # [S]; may be this rank's own slice of output (then nothing is copied)
         sizes: Sequence[int] | None = None,
         *,
         async_op: bool = False,
         label: str = "",
-    ) -> Work: ...
+    ) -> Work:
+        """Gathers all shards in ``output``, in group order."""
+        own, world_size = shard.numel(), self.world_size
+        if (  # as check_parts, which costs a call
+            sizes is None and output.numel() == own * world_size and shard.dtype == output.dtype
+            and output.dim() == shard.dim() == 1 and output.is_contiguous() and shard.is_contiguous()
+        ):  # fmt: skip
+            parts = [own] * world_size
+        else:
+            parts = check_parts(self, "all_gather_into", output, shard, sizes)
+        return self._all_gather(output, shard, parts, async_op, label)
 
-    @abc.abstractmethod
+    @not_compiled
     def reduce_scatter_into(
         self,
-        shard: torch.Tensor,  # [S]; must not alias input
-        input: torch.Tensor,  # [N]; its contents are undefined afterwards
+        shard: Tensor,  # [S]; must not alias input
+        input: Tensor,  # [N]; its contents are undefined afterwards
         sizes: Sequence[int] | None = None,
         *,
         op: ReduceOp = ReduceOp.SUM,
         async_op: bool = False,
         label: str = "",
-    ) -> Work: ...
+    ) -> Work:
+        """Reduces the inputs; each rank gets its part."""
+        own, world_size = shard.numel(), self.world_size
+        if (
+            sizes is None and input.numel() == own * world_size and shard.dtype == input.dtype
+            and input.dim() == shard.dim() == 1 and input.is_contiguous() and shard.is_contiguous()
+        ):  # fmt: skip
+            parts = [own] * world_size
+        else:
+            parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
+        if op is ReduceOp.AVG and not input.is_floating_point():
+            self._check_op("reduce_scatter_into", op, input.dtype)
+        return self._reduce_scatter(shard, input, parts, op, async_op, label)
 
-    @abc.abstractmethod
+    @not_compiled
     def all_to_all(
         self,
-        output: torch.Tensor,  # [sum(output_sizes)]
-        input: torch.Tensor,  # [sum(input_sizes)]
+        output: Tensor,  # [sum(output_sizes)]
+        input: Tensor,  # [sum(input_sizes)]
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
         *,
         async_op: bool = False,
         label: str = "",
-    ) -> Work: ...
+    ) -> Work:
+        """Sends a part of ``input`` to each rank, and receives one from each.
 
-    @abc.abstractmethod
+        Raises:
+            ConfigurationError: sizes or dtypes don't fit.
+        """
+        if output.dtype != input.dtype:
+            raise ConfigurationError(
+                f"rank {self.rank}: all_to_all got an input of {input.dtype} and an output of {output.dtype}; they "
+                "have to be the same"
+            )
+        come, go = self._split(output, output_sizes), self._split(input, input_sizes)
+        even = output_sizes is None and input_sizes is None
+        return self._all_to_all(output, input, come, go, even, async_op, label)
+
+    @not_compiled
     def all_reduce(
-        self, tensor: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
+        self, tensor: Tensor, *, op: ReduceOp = ReduceOp.SUM, async_op: bool = False, label: str = ""
     ) -> Work:
         """Works in place, on any shape."""
+        self._check_op("all_reduce", op, tensor.dtype)
+        return self._all_reduce(tensor, op, async_op, label)
 
-    @abc.abstractmethod
+    @not_compiled
     def reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         dst: int,
         *,
         op: ReduceOp = ReduceOp.SUM,
@@ -210,10 +252,15 @@ class Group(OutsideGraphs, abc.ABC):
         label: str = "",
     ) -> Work:
         """Works in place on ``dst``; on other ranks the contents are undefined afterwards."""
+        check_member(self, "reduce", dst)
+        self._check_op("reduce", op, tensor.dtype)
+        return self._reduce(tensor, dst, op, async_op, label)
 
-    @abc.abstractmethod
-    def broadcast(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
+    @not_compiled
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False, label: str = "") -> Work:
         """Works in place, on any shape."""
+        check_member(self, "broadcast", src)
+        return self._broadcast(tensor, src, async_op, label)
 
     @abc.abstractmethod
     def barrier(self, *, label: str = "") -> None: ...
@@ -247,11 +294,134 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def abort(self, why: str = ...) -> None:
-        """An error took this rank out of what all do together: others that wait for it fail soon instead of waiting.
+        """Notes that an error took this rank out of what all do together: others that wait for it fail soon.
 
         Those that have to wait anyway look for this, so it costs nothing where all ranks raise the same. It is
         forgotten when this rank issues a collective again.
         """
+
+    # ------------------------------------------------------------ what a backend implements
+    @abc.abstractmethod
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
+        """Gathers [S] to [N]."""
+
+    @abc.abstractmethod
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
+        """Reduces [N] to [S]."""
+
+    @abc.abstractmethod
+    def _all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        come: Sizes,
+        go: Sizes,
+        even: bool,
+        async_op: bool,
+        label: str,
+    ) -> Work:
+        """Sends [sum(go)], receives [sum(come)]; ``even``: no sizes were given, so that ranks know each other's."""
+
+    @abc.abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
+        """Works in place, on any shape."""
+
+    @abc.abstractmethod
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
+        """Works in place on ``dst``, on any shape."""
+
+    @abc.abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
+        """Works in place, on any shape."""
+
+    # ------------------------------------------------------------ checks
+    def _check_op(self, operation: str, op: ReduceOp, dtype: torch.dtype) -> None:
+        """Refuses an average of integers, which every device would round differently."""
+        if op is ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise ConfigurationError(
+                f"rank {self.rank}: {operation} with AVG of {dtype} is not defined; use SUM and divide"
+            )
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
+        """Returns each rank's numel in a tensor that all_to_all cuts over them."""
+        world = self.world_size
+        if sizes is None and tensor.numel() % world:
+            raise ConfigurationError(
+                f"rank {self.rank}: all_to_all: {tensor.numel()} elements can't be split evenly over {world} ranks; "
+                "pass the sizes"
+            )
+        parts = [tensor.numel() // world] * world if sizes is None else list(sizes)
+        if len(parts) != world or sum(parts) != tensor.numel():
+            raise ConfigurationError(
+                f"rank {self.rank}: all_to_all over {world} ranks got {tensor.numel()} elements and sizes {parts}; "
+                "sizes need one entry a rank and have to add up to all elements"
+            )
+        _check_flat("all_to_all", self.rank, tensor)
+        return parts
+
+
+def check_parts(
+    group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
+) -> list[int]:
+    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
+    own, rank, world_size = shard.numel(), group.rank, group.world_size
+    parts = [own] * world_size if sizes is None else list(sizes)
+    fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
+    flat = whole.dim() == shard.dim() == 1 and whole.is_contiguous() and shard.is_contiguous()
+    if fit and flat and shard.dtype == whole.dtype:
+        return parts
+    if shard.dtype != whole.dtype:
+        raise ConfigurationError(
+            f"rank {rank}: {operation} got {whole.dtype} and a shard of {shard.dtype}; they have to be the same"
+        )
+    _check_flat(operation, rank, whole)
+    _check_flat(operation, rank, shard)
+    raise ConfigurationError(
+        f"rank {rank}: {operation} over {world_size} ranks got {whole.numel()} elements, a shard of {own} and sizes "
+        f"{parts if sizes is not None else '(none: even)'}; sizes need one entry a rank, have to "
+        "add up to all elements and fit this rank's shard"
+    )
+
+
+def _check_flat(operation: str, rank: int, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ConfigurationError(
+            f"rank {rank}: {operation} needs 1-D contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}"
+        )
+
+
+def check_member(group: Group, operation: str, other: int) -> None:
+    """Raises ConfigurationError unless ``other`` is a rank of the group."""
+    if not 0 <= other < group.world_size:
+        raise ConfigurationError(
+            f"rank {group.rank}: {operation} with rank {other}, but the group's ranks are 0 to {group.world_size - 1} "
+            "(ranks within the group, not global ones)"
+        )
+
+
+def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
+    """Returns the group ranks of a sub-group, in ascending order."""
+    chosen, world_size = sorted(ranks), group.world_size
+    if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
+        raise ConfigurationError(
+            f"rank {group.rank}: a sub-group of {world_size} ranks can't have the ranks {list(ranks)}; give "
+            f"distinct ranks of this group, 0 to {world_size - 1}"
+        )
+    return chosen
+
+
+def is_group(thing: object) -> TypeGuard[Group]:
+    """Says whether it is one of our groups, or wraps one."""
+    return callable(getattr(thing, "all_gather_into", None))
+
+
+def size_of(process_group: object) -> int | None:
+    """Returns how many ranks an object with ``rank()`` and ``size()`` has; None for all other objects."""
+    size = getattr(process_group, "size", None)
+    return size() if callable(size) and callable(getattr(process_group, "rank", None)) else None
 
 
 class Backend(abc.ABC):
@@ -276,7 +446,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine has such a device, and what it needs is installed."""
+        """Says whether this machine has such a device, and what it needs is installed."""
 
     @abc.abstractmethod
     def device(self) -> torch.device:
@@ -300,16 +470,21 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take_storage(self, tensor: torch.Tensor) -> None:
+    def take_storage(self, tensor: Tensor) -> None:
         """Gives a tensor whose storage was released its memory back (contents undefined)."""
 
     @abc.abstractmethod
-    def release_storage(self, tensor: torch.Tensor) -> None:
+    def release_storage(self, tensor: Tensor) -> None:
         """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects."""
 
     @abc.abstractmethod
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Returns a host copy that the device can read asynchronously."""
+
+    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
+        """Starts a copy of pinned memory to the device, beside what is computed; the work is waited for before use."""
+        target.copy_(source)
+        return DONE
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -325,19 +500,18 @@ class Backend(abc.ABC):
         """Runs what was recorded so far, where execution is lazy; else nothing."""
 
     @abc.abstractmethod
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+    def tie(self, tensors: Sequence[Tensor]) -> None:
         """Whatever uses one of these from now on comes after all of them, where a compiler decides; else nothing.
 
         Values stay the same. Tensors on other devices are left out.
         """
 
     @abc.abstractmethod
-    def rng_state(self) -> torch.Tensor: ...
+    def rng_state(self) -> Tensor: ...
 
     @abc.abstractmethod
-    def set_rng_state(self, state: torch.Tensor) -> None: ...
+    def set_rng_state(self, state: Tensor) -> None: ...
 
-    @abc.abstractmethod
     def launch(
         self,
         fn: Callable[..., T],
@@ -353,7 +527,9 @@ class Backend(abc.ABC):
 
         Raises:
             RankFailedError: the first failing rank's error, at once; no process is left behind.
+            BackendError: this backend starts no ranks.
         """
+        raise BackendError(f"ranks of backend {self.name!r} can't be launched; use backend='simulated'")
 
 
 _BUILT_IN = {
@@ -412,7 +588,7 @@ def register_rank_provider(provider: Callable[[], Backend | None]) -> None:
         _current.append(provider)
 
 
-def backend_for(tensors: Iterable[torch.Tensor], name: str | Backend | None = None) -> Backend:
+def backend_for(tensors: Iterable[Tensor], name: str | Backend | None = None) -> Backend:
     """Returns the backend for these tensors: the named one, the one whose rank is calling, or by device type.
 
     Raises:
@@ -483,7 +659,7 @@ def _serving(device_type: str) -> Backend | None:
 
 
 def _be_heard(_: BaseException) -> None:
-    """An error is noted before the first object of ours exists: others may wait in that one's construction."""
+    """Notes an error before the first object of ours exists: others may wait in that one's construction."""
     dist = torch.distributed
     is_gloo = dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo"
     if is_gloo and "gloo" not in _instances:

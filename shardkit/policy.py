@@ -130,15 +130,16 @@ class ReshardPolicy:
         root: the same for the outermost unit, whose parameters backward needs first.
         prefetch: how many units ahead are gathered while one computes.
         frozen: "keep": values of what is not trained are gathered once and stay through steps: nothing of them is sent
-            again, for their full memory on each rank. ``reshard_frozen()`` gives them back; they are gathered anew
-            after they were loaded, moved, summoned or unfrozen. A change that goes by ``.data`` of a shard, around its
-            version, is not noticed: call ``reshard_frozen()`` after it. "reshard": they are given back as others are.
+            again, for their full memory on each rank. "host": the same with a copy in (pinned) host memory, from where
+            they come as others are gathered. ``reshard_frozen()`` gives both back; they are gathered anew after they
+            were loaded, moved, summoned or unfrozen. A change that goes by ``.data`` of a shard, around its version,
+            is not noticed: call ``reshard_frozen()`` after it. "reshard": they are given back as others are.
     """
 
     after_forward: bool | int = True
     root: bool = False
     prefetch: int = 1
-    frozen: Literal["reshard", "keep"] = "reshard"
+    frozen: Literal["reshard", "keep", "host"] = "reshard"
 
     def __post_init__(self) -> None:
         if not isinstance(self.after_forward, bool) and self.after_forward < 1:
@@ -147,8 +148,8 @@ class ReshardPolicy:
             )
         if self.prefetch < 0:
             raise ConfigurationError(f"prefetch is {self.prefetch}; it must be 0 or more")
-        if self.frozen not in ("reshard", "keep"):
-            raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard' or 'keep'")
+        if self.frozen not in ("reshard", "keep", "host"):
+            raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard', 'keep' or 'host'")
 
 
 @dataclass(frozen=True)

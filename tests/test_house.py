@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_350  # of all source; to be lowered with each release
+LINES = 66_050  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 8_150,
-    "compat": 10_400,
-    "shardkit": 2_040,  # the files right there
+    "backends": 7_830,
+    "compat": 10_140,
+    "shardkit": 2_180,  # the files right there
     "shardkit/checkpoint": 7_250,
     "shardkit/flattening": 940,
-    "shardkit/fsdp": 10_340,
-    "shardkit/integrations": 610,
+    "shardkit/fsdp": 10_400,
+    "shardkit/integrations": 575,
     "shardkit/launching": 590,
     "shardkit/model_parallel": 1_640,
     "shardkit/optimizer_state": 1_230,
@@ -25,10 +25,10 @@ PARTS = {
     "shardkit/oss": 2_980,
     "shardkit/pipeline": 1_790,
     "shardkit/reduction": 1_460,
-    "shardkit/tools": 8_360,
+    "shardkit/tools": 8_320,
     "shardkit/torch_seams": 1_290,
     "shardkit/tracing": 1_750,
-    "shardkit/training": 4_800,
+    "shardkit/training": 4_820,
     "shardkit/wrapping": 930,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

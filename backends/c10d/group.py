@@ -19,11 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.backend import DONE, Backend, ReduceOp, Work
+from shardkit.backend import DONE, Backend, ReduceOp, Sizes, Work, check_members, size_of
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
-from ..checked_group import Sizes, check_members, size_of
 from ..diagnosis.calls import AGREEMENT, Call, CallFacts
 from ..diagnosis.job_store import NoAnswer
 from ..diagnosis.stack_report import uncounted
@@ -112,6 +111,7 @@ class C10dGroup(ObjectsOverTensors):
     ends_at_exit = True
     _ops = OPS
     _dtypes = NUMBERS  # that it can carry
+    _work: type[C10dWork] = C10dWork
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class C10dGroup(ObjectsOverTensors):
         self._probes: list[TorchWork] = []  # works that may never end
 
     def of_torch(self) -> dist.ProcessGroup | None:
-        """torch's object itself, of which ``process_group`` may be a proxy."""
+        """Returns torch's object itself, of which ``process_group`` may be a proxy."""
         return None if self._real is None else self._real()
 
     def _new_watch(self) -> Watch:
@@ -260,7 +260,7 @@ class C10dGroup(ObjectsOverTensors):
         call = (self._name, self._sequence, operation, numel, label)
         self._watch.issued[self._name] = self._sequence
         self._watch.recent.append(call)
-        work = C10dWork(self, works, call, after)
+        work = self._work(self, works, call, after)
         if not async_op:
             work.wait()
         return work
@@ -338,7 +338,7 @@ class C10dGroup(ObjectsOverTensors):
     def _reduce_scatter_in_rounds(
         self, shard: Tensor, input: Tensor, plan: ReduceScatterPlan, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
-        """One partner after the other and in pieces, so that little memory holds what has just arrived."""
+        """Meets one partner after the other, in pieces, so that little memory holds what has just arrived."""
         parts = torch.split_with_sizes(input, plan.sizes)
         own = parts[self.rank]
         received = own.new_empty(min(plan.own, PIECE))
@@ -461,7 +461,7 @@ class C10dGroup(ObjectsOverTensors):
                 error = again
 
     def _give_up(self, call: Call) -> NoReturn:
-        """Nobody knows why ``call`` does not come to its end."""
+        """Raises where nobody knows why ``call`` does not come to its end."""
         never_destroy()
         message = (
             f"rank {self.rank} waited {self._timeout} (the process group's timeout) in {call.describe()}, and no rank "
@@ -569,7 +569,7 @@ class KnownGroups:
         return self._known[id(pg)][1]
 
     def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
-        """torch has destroyed a process group."""
+        """Forgets a process group that torch has destroyed."""
         self._known.pop(key)[1].close()
 
 

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.backend import DONE, ReduceOp, Sizes, Work
 from shardkit.errors import ConfigurationError
 
-from ..checked_group import Sizes
-from ..diagnosis.calls import Call
+from ..diagnosis.calls import Call, CallFacts
 from ..diagnosis.watchdog import Watch
 from .connections import Connected, process_group_over
 from .group import OPS, After, C10dGroup, C10dWork, TorchWork
@@ -44,8 +43,14 @@ class StreamWork(C10dWork):
 
     __slots__ = ()
 
+    def __init__(self, group: C10dGroup, works: list[TorchWork], call: CallFacts, after: After) -> None:
+        # as the base's, without a call of it
+        self._group, self._works, self._call, self._after = group, works, call, after
+        if group._watch.failed_elsewhere:
+            group._watch.raise_failure(Call(*call))
+
     def wait(self) -> None:
-        """Work issued from now on in the current stream sees the result."""
+        """Lets work that is issued from now on in the current stream see the result."""
         try:
             for work in self._works:
                 work.wait()
@@ -62,6 +67,7 @@ class StreamGroup(C10dGroup):
 
     _ops = _OPS
     _dtypes = _DTYPES
+    _work = StreamWork
 
     def _new_watch(self) -> Watch:
         watch, this = super()._new_watch(), weakref.ref(self)
@@ -76,28 +82,7 @@ class StreamGroup(C10dGroup):
         return watch
 
     def _probe(self, call: Call) -> None:
-        """Nothing: a send would have to be received."""
-
-    def _issue(
-        self,
-        works: list[TorchWork],
-        operation: str,
-        numel: int,
-        label: str,
-        async_op: bool,
-        after: After = None,
-    ) -> Work:
-        self._sequence += 1
-        call = (self._name, self._sequence, operation, numel, label)
-        watch = self._watch
-        watch.issued[self._name] = self._sequence
-        watch.recent.append(call)
-        work = StreamWork(self, works, call, after)
-        if watch.failed_elsewhere:
-            watch.raise_failure(Call(*call))
-        if not async_op:
-            work.wait()
-        return work
+        """Does nothing: a send would have to be received."""
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:

@@ -22,6 +22,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .calls import AGREEMENT, Call, CallFacts
+from .places import place_of
 
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
@@ -38,9 +40,6 @@ _BACKENDS = os.path.dirname(os.path.dirname(__file__))
 _TORCH, _PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
-_SHARDKIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_LIBRARIES = (_SHARDKIT, _TORCH, _PYTHON, sysconfig.get_paths()["purelib"], "<frozen")
-_EXAMPLES = os.path.join(_SHARDKIT, "examples")
 _WAITS = os.path.join("c10d", "group.py")  # the file whose frames wait in our collectives
 _STILL = 2.5  # seconds after which a thread that waits has not only just begun
 _STILL_IN_ERROR = 4.0  # handling an exception may take a moment
@@ -81,11 +80,7 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    frames = []
-    inner: FrameType | None = frame
-    while inner is not None:
-        frames.append(inner)
-        inner = inner.f_back
+    frames = [inner for inner, _ in traceback.walk_stack(frame)]
     operation, group, peer = _collective(frames)
     error = _handled(thread)
     if id(error) == background:
@@ -279,9 +274,10 @@ def describe_thread(thread: int) -> str:
         thread: identifier of the one that trains.
     """
     position, frame = position_of(thread), sys._current_frames().get(thread)
-    if position is None:
+    if position is None or frame is None:
         return ""
-    where, call = _line(frame) or position.where, _call(frame)
+    place, call = place_of(frame), _call(frame)
+    where = f"{place.file}:{place.line} in {place.function}" if place.line else position.where
     if call is not None:
         return f"waited in {call.describe()}, at {where}"
     if position.operation:
@@ -291,23 +287,12 @@ def describe_thread(thread: int) -> str:
     return f"{'ran backward' if position.in_backward else 'stood'} at {where}"
 
 
-def _line(frame: FrameType | None) -> str:
-    """Returns the innermost line that is no library's; "" if there is none."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_EXAMPLES) or not name.startswith(_LIBRARIES):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
-def _call(frame: FrameType | None) -> Call | None:
+def _call(innermost: FrameType) -> Call | None:
     """Returns the collective of ours that a frame or one of its callers waits in."""
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(innermost):
         if frame.f_code.co_filename.endswith(_WAITS):
             values = frame.f_locals
             found = values.get("call") or getattr(values.get("self"), "_call", None)
             if isinstance(found, tuple):
                 return Call(*found)
-        frame = frame.f_back
     return None

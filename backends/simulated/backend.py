@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shardkit.backend import Backend, Group, register_rank_provider
+from shardkit.backend import Backend, Group, is_group, register_rank_provider, size_of
 from shardkit.errors import ConfigurationError
 from shardkit.types import Args, ProcessGroup, T
 
-from ..checked_group import is_group, size_of
 from ..eager import Host
 from .group import Line, SimulatedGroup
 from .rank_threads import RankThreads
@@ -39,17 +38,11 @@ class SimulatedBackend(Host):
                     "backend='simulated') and build sharded objects inside fn"
                 )
             return here
-        size = size_of(process_group)
-        if size is not None:
-            if size == 1:
-                return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
-            raise ConfigurationError(
-                f"a {type(process_group).__name__} of {size} ranks can't communicate between simulated "
-                "ranks; pass a shardkit group (Group.new_group) or None for all ranks"
-            )
+        if size_of(process_group) == 1:
+            return SimulatedGroup(self, RankThreads(1), Line((0,)), 0)
         raise ConfigurationError(
-            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group or None for all "
-            "ranks"
+            f"process_group is a {type(process_group).__name__}; simulated ranks take a shardkit group "
+            "(Group.new_group) or None for all ranks"
         )
 
     def launch(

@@ -119,7 +119,7 @@ def reduce(tensors: Tensors, op: str, root: int) -> None:
 
 
 def broadcast(tensors: Sequence[Tensors], root: int) -> None:
-    """Every tensor becomes that of ``root``."""
+    """Makes every tensor that of ``root``."""
     for rank, own in enumerate(tensors):
         for mine, theirs in zip(own, tensors[root], strict=True):
             if rank != root:
@@ -127,7 +127,7 @@ def broadcast(tensors: Sequence[Tensors], root: int) -> None:
 
 
 def all_gather(outputs: Sequence[Sequence[Tensors]], inputs: Sequence[Tensors]) -> None:
-    """``outputs[rank][k][source]`` becomes ``inputs[source][k]``."""
+    """Makes ``outputs[rank][k][source]`` what ``inputs[source][k]`` is."""
     for lists in outputs:
         for k, pieces in enumerate(lists):
             for piece, source in zip(pieces, inputs, strict=True):
@@ -136,7 +136,7 @@ def all_gather(outputs: Sequence[Sequence[Tensors]], inputs: Sequence[Tensors]) 
 
 
 def reduce_scatter(outputs: Tensors, inputs: Sequence[Tensors], op: str) -> None:
-    """``outputs[rank]`` becomes the combination of all ranks' ``inputs[...][rank]``."""
+    """Makes ``outputs[rank]`` the combination of all ranks' ``inputs[...][rank]``."""
     flat = [torch.cat([t.reshape(-1) for t in pieces]) for pieces in inputs]
     _fill(outputs, _around_the_ring(flat, op))
 
@@ -151,15 +151,15 @@ def scatter(outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
         output.copy_(piece.reshape(output.shape))
 
 
-def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors]) -> None:
-    """``outputs[rank][source]`` becomes ``inputs[source][rank]``."""
+def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors], label: str = "") -> None:
+    """Makes ``outputs[rank][source]`` what ``inputs[source][rank]`` is."""
     for receiver, pieces in enumerate(outputs):
         for sender, piece in enumerate(pieces):
             sent = inputs[sender][receiver]
             if sent.numel() != piece.numel():
                 raise OutOfStepError(
-                    f"in all_to_all rank {sender} sends {sent.numel()} elements to rank {receiver}, which expects "
-                    f"{piece.numel()} (ranks within the group)"
+                    f"in all_to_all {label!r} rank {sender} sends {sent.numel()} elements to rank {receiver}, which "
+                    f"expects {piece.numel()} (ranks within the group)"
                 )
     for receiver, pieces in enumerate(outputs):
         for sender, piece in enumerate(pieces):

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardkit.backend import Backend, ReduceOp, Work
-from shardkit.errors import OutOfStepError
+from shardkit.backend import Backend, ReduceOp, Sizes, Work, check_members
 from shardkit.types import Tree
 
 from ..c10d.call_order import ORDERED_CHANNELS
-from ..checked_group import Sizes, check_members
 from ..diagnosis.calls import Call
 from ..objects import ObjectsOverBytes
 from . import collectives
@@ -60,7 +58,8 @@ class SimulatedWork(Work):
         return self._meeting.over
 
     def wait(self) -> None:
-        self._group._wait(self._meeting, self._call)
+        group = self._group
+        group._threads.wait(group.ranks[group.rank], self._meeting, self._call)
 
     def result(self) -> Tree:
         """Returns what the last rank's ``finish`` returned."""
@@ -111,16 +110,13 @@ class SimulatedGroup(ObjectsOverBytes):
             work.wait()
         return work
 
-    def _wait(self, meeting: Meeting, call: Call) -> None:
-        self._threads.wait(self.ranks[self.rank], meeting, call)
-
     @property
     def issued(self) -> int:
         return self._sequence
 
     # ------------------------------------------------------------ groups
     def between(self, source: int, destination: int, tag: int) -> SimulatedGroup:
-        """Two ranks of the group, of which this is one, for what goes from the first to the second."""
+        """Makes a group of two ranks, of which this is one, for what goes from the first to the second."""
         line = self._line.between(source, destination, tag)
         return SimulatedGroup(self.backend, self._threads, line, 0 if self.rank == source else 1)
 
@@ -144,7 +140,7 @@ class SimulatedGroup(ObjectsOverBytes):
         return SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
 
     def among(self, members: Sequence[int], name: str) -> SimulatedGroup:
-        """These ranks, of which this is one, without a word to the others; they all call it by the same name."""
+        """Makes a group of these ranks, this one among them, without a word to others; all give it the same name."""
         line = self._line.named(members, name)
         if name not in self._channels:
             self._channels[name] = SimulatedGroup(self.backend, self._threads, line, members.index(self.rank))
@@ -189,19 +185,11 @@ class SimulatedGroup(ObjectsOverBytes):
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         def finish(brought: list[Tree]) -> None:
-            outputs, inputs, comes, goes = zip(*brought, strict=True)
-            for i, j in ((i, j) for i in range(self.world_size) for j in range(self.world_size)):
-                if goes[i][j] != comes[j][i]:
-                    raise OutOfStepError(
-                        f"in all_to_all {label!r} rank {i} sends {goes[i][j]} elements to rank {j}, which expects "
-                        f"{comes[j][i]} (ranks within the group)"
-                    )
-            collectives.all_to_all(
-                [o.split(sizes) for o, sizes in zip(outputs, comes, strict=True)],
-                [i.split(sizes) for i, sizes in zip(inputs, goes, strict=True)],
-            )
+            outputs, inputs = zip(*brought, strict=True)
+            collectives.all_to_all(outputs, inputs, label)
 
-        return self._carry("all_to_all", input, label, (), (output, input, come, go), finish, async_op)
+        pieces = output.detach().split(come), input.detach().split(go)
+        return self._carry("all_to_all", input, label, (), pieces, finish, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:

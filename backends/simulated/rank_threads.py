@@ -8,6 +8,7 @@ have reached, and for anything else that another rank brings.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import sys
@@ -15,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -30,35 +31,38 @@ from shardkit.errors import (
 from shardkit.types import Args, T, Tree
 
 from ..diagnosis.calls import Call
+from ..diagnosis.places import SourceLine, here, place_of_error
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..eager import HostRandomStates, host_random_states, set_host_random_states
 from ..forked import belongs_here, refusal
-from .places import SourceLine, here, place_of_error
 
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 
 
-class Awaited(Protocol):
+class Awaited(abc.ABC):
     """Something that a rank can wait for.
 
     Attributes:
         error: why it can't come any more: an exception's class and message.
     """
 
-    error: tuple[type[ShardkitError], str] | None
+    error: tuple[type[ShardkitError], str] | None = None
 
     @property
+    @abc.abstractmethod
     def over(self) -> bool:
-        """It came to its end, good or bad."""
+        """Says whether it came to its end, good or bad."""
 
     def fail(self, what: str) -> None:
-        """Nobody will bring it."""
+        """Notes that nobody will bring it."""
+        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
 
     def release(self) -> bool:
-        """No rank can go on: whether this one may, without it."""
+        """Says, where no rank can go on, whether this one may without it."""
+        return False
 
 
-class Condition:
+class Condition(Awaited):
     """Something that another rank makes true.
 
     Args:
@@ -69,7 +73,6 @@ class Condition:
     """
 
     def __init__(self, holds: Callable[[], bool], optional: bool = False) -> None:
-        self.error: tuple[type[ShardkitError], str] | None = None
         self.released = False
         self._holds, self._optional = holds, optional
 
@@ -81,11 +84,8 @@ class Condition:
         self.released = self.released or self._optional
         return self.released
 
-    def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
 
-
-class Meeting:
+class Meeting(Awaited):
     """One collective, from the first rank that arrives to the last.
 
     Args:
@@ -93,7 +93,6 @@ class Meeting:
 
     Attributes:
         done: all have arrived, and the result is there.
-        error: why it can't be done any more: an exception's class and message.
         given_up: how often each rank that has arrived had given up before.
         result: what ``finish`` returned on the last rank to arrive.
     """
@@ -101,7 +100,6 @@ class Meeting:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.result: object = None
-        self.error: tuple[type[ShardkitError], str] | None = None
         self.done = False
         self.given_up: dict[int, int] = {}
         self._calls: dict[int, Call] = {}  # by global rank
@@ -111,11 +109,7 @@ class Meeting:
 
     @property
     def over(self) -> bool:
-        """It came to its end, good or bad."""
         return self.done or self.error is not None
-
-    def release(self) -> bool:
-        return False
 
     def missing(self) -> set[int]:
         return set(self.ranks) - self._calls.keys()
@@ -136,7 +130,7 @@ class Meeting:
         brought: Tree,
         finish: Finish,
     ) -> None:
-        """``rank`` is here; the last one does the work for all.
+        """Notes that ``rank`` is here; the last one does the work for all.
 
         Args:
             terms: what has to be equal on all ranks.
@@ -170,7 +164,7 @@ class Meeting:
         return f"{said}, with {', '.join(differing)}" if differing else said
 
     def fail(self, what: str) -> None:
-        self.error = OutOfStepError, f"ranks are out of step: {what}. {OUT_OF_STEP_HINT}"
+        super().fail(what)
         self._brought.clear()
 
 
@@ -207,7 +201,7 @@ def ranks_by(values: Mapping[int, Tree]) -> dict[Tree, list[int]]:
 
 
 def said_of(ranks: list[int], text: str) -> str:
-    """``ranks 1, 2 are in ...`` of ``is in ...``."""
+    """Makes ``ranks 1, 2 are in ...`` of ``is in ...``."""
     verb, _, rest = text.partition(" ")
     if len(ranks) > 1:
         verb = {"is": "are", "has": "have", "runs,": "run,"}.get(verb, verb)
@@ -215,7 +209,7 @@ def said_of(ranks: list[int], text: str) -> str:
 
 
 def named(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 1, 2``, ``ranks 1 to 63``."""
+    """Writes ``rank 3``, ``ranks 1, 2``, ``ranks 1 to 63``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
@@ -268,7 +262,7 @@ class RankThreads:
 
     # ------------------------------------------------------------ from the thread that starts them
     def run(self, fn: Callable[..., T], args: Args, timeout: float | None) -> list[T]:
-        """``fn(rank, *args)`` on every rank, each with a copy of ``args``; the results in rank order."""
+        """Calls ``fn(rank, *args)`` on every rank, each with a copy of ``args``; returns results in rank order."""
         results: dict[int, T] = {}
         before = host_random_states()
         self._threads = [
@@ -341,7 +335,7 @@ class RankThreads:
             self._pass_on()
 
     def _end(self, why: str) -> None:
-        """Every rank stops when it communicates next."""
+        """Lets every rank stop when it communicates next."""
         self._ended = self._ended or why
         for gate in self._gates:
             gate.release()
@@ -376,7 +370,7 @@ class RankThreads:
         finish: Finish,
         size: int = 0,
     ) -> None:
-        """``rank`` issues its part of a collective over ``size`` bytes."""
+        """Issues the part of ``rank`` in a collective over ``size`` bytes."""
         if self._threads and threading.current_thread() is not self._threads[rank]:
             raise ConfigurationError(
                 f"rank {rank}: {call.describe()} was called from {threading.current_thread().name!r}; only the thread "
@@ -424,7 +418,7 @@ class RankThreads:
             raise kind(text)
 
     def give_up(self, rank: int, why: str) -> None:
-        """Nobody waits for ``rank`` in what is in flight, but for ranks that gave up as often and have gone on."""
+        """Lets nobody wait for ``rank`` in what is in flight, but for ranks that gave up as often and have gone on."""
         self._given_up[rank] += 1
         times = self._given_up[rank]
         self._fail_without(rank, f"gave up: {why}", lambda m: any(n < times for n in m.given_up.values()))
@@ -473,7 +467,7 @@ class RankThreads:
 
     @contextlib.contextmanager
     def away(self, rank: int) -> Iterator[None]:
-        """``rank``, whose thread calls this, waits for something that is no rank's word: others run meanwhile."""
+        """Lets others run while ``rank``, whose thread calls this, waits for something that is no rank's word."""
         states = host_random_states()
         with self._turns:
             self._away.add(rank)
@@ -491,7 +485,7 @@ class RankThreads:
             set_host_random_states(states)
 
     def is_mine(self, rank: int) -> bool:
-        """Whether the calling thread is the one that runs this rank."""
+        """Says whether the calling thread is the one that runs this rank."""
         return bool(self._threads) and threading.current_thread() is self._threads[rank]
 
     def _pass_on(self) -> None:

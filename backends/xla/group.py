@@ -16,11 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardkit.backend import DONE, Backend, Group, ReduceOp, Work
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members, is_group, size_of
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from ..checked_group import Sizes, check_members, is_group, size_of
 from ..objects import ObjectsOverBytes
 from .collectives import Groups
 from .meeting import ReplicaCall
@@ -107,7 +106,7 @@ class XlaGroup(ObjectsOverBytes):
     def _all_to_all(
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
-        """With sizes, ranks exchange the largest on the host."""
+        """Exchanges the largest size on the host, where sizes are given."""
         self._check_device("all_to_all", output, input)
         widest = max(go)
         if not even:
@@ -125,7 +124,7 @@ class XlaGroup(ObjectsOverBytes):
         return self._sum(f"all_reduce({_shape(tensor)}, {op.value})", tensor, op, label)
 
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
-        """XLA has no reduce to one rank: an all-reduce, so that all ranks run the same graph."""
+        """Runs an all-reduce: XLA has no reduce to one rank, and all ranks have to run the same graph."""
         return self._sum(f"reduce({_shape(tensor)}, {op.value}, dst={dst})", tensor, op, label)
 
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
@@ -147,7 +146,7 @@ class XlaGroup(ObjectsOverBytes):
         self._exchange("barrier", label, b"")
 
     def agree(self, what: str) -> None:
-        """All ranks compare it along with the program that they run next; on a TPU nothing does."""
+        """Lets all ranks compare it along with the program that they run next; on a TPU nothing does."""
         if self.world_size > 1:
             self._issue(f"agreement on {what}", "")
 
@@ -182,7 +181,7 @@ class XlaGroup(ObjectsOverBytes):
         return self._replica.host.exchange(self.ranks, what, label, payload)
 
     def _pack(self, obj: object) -> bytes:
-        """XLA tensors in it arrive on the receiver's device."""
+        """Pickles it; XLA tensors in it arrive on the receiver's device."""
         return pack(obj)
 
     def _check_device(self, what: str, *tensors: Tensor) -> None:

@@ -6,7 +6,6 @@ order, and for ever, so that one that fails leaves the others in a collective, a
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import io
@@ -21,11 +20,9 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +30,7 @@ import torch
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 from shardkit.types import AnyCallable, Args, T, Tree
 
-from ..spawning import Name, ProcessTime, environment, memory
+from ..spawning import Name, Pool, ProcessTime, environment, memory
 
 if TYPE_CHECKING:
     from .cpu_replicas import ReplicaState, World
@@ -62,7 +59,7 @@ class _HostPickler(pickle.Pickler):
 
 
 def pack(obj: object, *, to_host: bool = False) -> bytes:
-    """``obj`` pickled; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
+    """Pickles ``obj``; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
     file = io.BytesIO()
     _HostPickler(file, _same if to_host else _here).dump(obj)
     return file.getvalue()
@@ -76,7 +73,7 @@ def unpack(data: bytes) -> Tree:
 
 
 def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
-    """Entry point of the child process; never returns."""
+    """Runs in the child process, as its entry point; never returns."""
     os.setpgid(0, 0)  # what programs start, data loaders' workers for one, ends with this process
     os.register_at_fork(
         after_in_child=connection.close
@@ -197,7 +194,7 @@ def _replica(
 
 
 def replica_environment(world_size: int) -> dict[str, str]:
-    """Environment variables that the runtime of ``world_size`` replicas needs from its start on."""
+    """Lists environment variables that the runtime of ``world_size`` replicas needs from its start on."""
     # A collective blocks a thread of the runtime, and the default is one thread a core.
     threads = str(4 * world_size)
     return {
@@ -216,15 +213,14 @@ def replica_environment(world_size: int) -> dict[str, str]:
     }
 
 
-class ReplicaPool:
+class ReplicaPool(Pool):
     """``world_size`` XLA replicas with real collectives, as threads of one child process that stays alive.
 
     After a failure or a timeout the child is ended, and the next call starts a new one.
 
     Args:
-        timeout: seconds a call may take; None: no limit.
-        start_timeout: seconds in which the replicas have to be ready, without those in which others had the cores;
-            None: no limit.
+        timeout, start_timeout: as of any :class:`~shardkit.backends.spawning.Pool`; seconds in which others had the
+            cores don't count for the latter.
         environment: variables of the child process besides those that replicas need.
     """
 
@@ -236,43 +232,27 @@ class ReplicaPool:
         start_timeout: float | None = 180.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
-        self.world_size = world_size
-        self.timeout = timeout
-        self._start_timeout = start_timeout
+        super().__init__(world_size, timeout, start_timeout)
         self._variables = {**(environment or {}), **replica_environment(world_size)}
         self._process: SpawnProcess | None = None
         self._connection: multiprocessing.connection.Connection | None = None
         self._name: Name | None = None
-        _pools.add(self)
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """``fn(rank, *args)`` on every replica; the results in rank order, their XLA tensors on the CPU."""
+        """Calls ``fn(rank, *args)`` on every replica; returns results in rank order, their XLA tensors on the CPU."""
         job = pickle.dumps((fn, args))
         connection = self._connected()
         try:
             connection.send_bytes(job)
             return [unpack(data) for data in self._receive(connection, self.timeout)]
         except BaseException:
-            self._end(graceful=False)
+            self.close(kill=True)
             raise
-
-    def close(self, kill: bool = False) -> None:
-        self._end(graceful=not kill)
-
-    def __enter__(self) -> ReplicaPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _connected(self) -> multiprocessing.connection.Connection:
         if self._process is not None and self._process.is_alive() and self._connection is not None:
             return self._connection
-        self._end(graceful=False)
+        self.close(kill=True)
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
         name = Name("xla-replicas", at_death=True)
@@ -286,7 +266,7 @@ class ReplicaPool:
             self._wait_for_start(process, connection)
             self._receive(connection, None)
         except RankFailedError as error:
-            self._end(graceful=False)
+            self.close(kill=True)
             if error.remote_type == "TimeoutError":
                 raise
             raise BackendError(
@@ -294,7 +274,7 @@ class ReplicaPool:
                 f"torch (pip install torch==2.9.0 torch_xla==2.9.0)?\n\n{error.remote_traceback}"
             ) from error
         except BaseException:
-            self._end(graceful=False)
+            self.close(kill=True)
             raise
         return connection
 
@@ -350,11 +330,11 @@ class ReplicaPool:
     def _stacks(self) -> str:
         return "" if self._process is None or self._name is None else self._name.stacks(self._process.pid)
 
-    def _end(self, *, graceful: bool) -> None:
+    def close(self, kill: bool = False) -> None:
         if self._connection is not None:
             self._connection.close()  # the child takes this as the end
         if self._process is not None:
-            if graceful:
+            if not kill:
                 self._ended(5)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if self._process.pid is not None:
@@ -364,15 +344,6 @@ class ReplicaPool:
         if self._name is not None:
             self._name.close()
         self._process = self._connection = self._name = None
-
-
-_pools: weakref.WeakSet[ReplicaPool] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools):
-        pool.close(kill=True)
 
 
 _PAUSE = 0.2  # s between looks

@@ -15,11 +15,11 @@ in step. Signatures are torch_xla's.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,9 +30,11 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch._C._distributed_c10d import HashStore
 
+from shardkit.backend import not_compiled
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, StateDict, Tree
 
+from ..worlds import worlds_of_ranks
 from .collectives import Groups
 from .cpu_replicas import World
 from .meeting import ReplicaCall
@@ -135,15 +137,8 @@ _F = TypeVar("_F", bound=AnyCallable)
 
 
 def _outside_of_graphs(function: _F) -> _F:
-    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between.
-
-    What ``torch.compiler.disable`` does, without the import of the compiler.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    mark: Any = function
-    mark._torchdynamo_disable = mark._torchdynamo_disable_recursive = True
+    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between."""
+    mark: Any = not_compiled(function)
     mark._torchdynamo_disable_msg = (
         "on a CPU, replicas run collectives between graphs; leave out fullgraph=True"
     )
@@ -364,29 +359,9 @@ def _private_process_groups(world: World) -> None:
     """
     from torch_xla._internal import rendezvous
 
-    original = _c10d._world
-    states: dict[tuple[int, int], StateDict] = {}  # a job may leave its group behind: each starts anew
-
-    def state() -> StateDict:
-        return states.setdefault((world.job, world.here().rank), {})
-
-    def private(name: str) -> property:
-        empty = getattr(original, name)  # None, 0 or an empty container: no group exists yet
-
-        def get(_: object) -> object:
-            return state().setdefault(name, copy.copy(empty))
-
-        def set_(_: object, value: object) -> None:
-            state()[name] = value
-
-        return property(get, set_)
-
-    attributes = {
-        name: private(name)
-        for name, value in vars(type(original)).items()
-        if isinstance(value, property) and name != "pg_config_info"  # computed from the others
-    }
-    _c10d._world = type("ReplicaWorlds", (type(original),), attributes)()
+    # a job may leave its group behind: each starts anew
+    states: defaultdict[tuple[int, int], StateDict] = defaultdict(dict)
+    _c10d._world = worlds_of_ranks(lambda: states[world.job, world.here().rank])
     group_name = _c10d._process_group_name
 
     def unique_name(*args: Any, **kwargs: Any) -> str:

@@ -125,8 +125,10 @@ class Adam(torch.optim.Optimizer):
         for p in self.param_groups[-1]["params"]:
             if p.dtype not in allowed:
                 del self.param_groups[-1]
-                raise ConfigurationError(f"{self.precision} is for parameters of {allowed}; one of shape "
-                                         f"{tuple(p.shape)} is {p.dtype}")  # fmt: skip
+                raise ConfigurationError(
+                    f"{self.precision} is for parameters of {allowed}; one of shape "
+                    f"{tuple(p.shape)} is {p.dtype}"
+                )
         if self.mixed_precision:
             self._build_fp32_params(self.param_groups[-1]["params"])
 
@@ -137,7 +139,7 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def fp32_param_groups(self) -> list[StateDict]:
-        """(MIXED_PRECISION) the groups with the fp32 copies in place of the parameters."""
+        """(MIXED_PRECISION) Lists the groups with the fp32 copies in place of the parameters."""
         if not self.mixed_precision:
             return []
         return [{**g, "params": [self._copies[p] for p in g["params"]]} for g in self.param_groups]
@@ -153,7 +155,7 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether there are fp32 copies of the parameters."""
+        """Says whether there are fp32 copies of the parameters."""
         return self.precision is Precision.MIXED_PRECISION
 
     def __getstate__(self) -> StateDict:
@@ -170,7 +172,7 @@ class Adam(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
     def state_dict(self) -> StateDict:
-        """torch's, and ``"optim_scale"``."""
+        """Returns torch's, and ``"optim_scale"``."""
         return {**super().state_dict(), "optim_scale": self._optim_scale}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

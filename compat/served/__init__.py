@@ -33,7 +33,7 @@ _METADATA = f"Metadata-Version: 2.1\nName: fairscale\nVersion: {_VERSION}\nSumma
 
 
 def install() -> None:
-    """From here on ``import fairscale``, with all that is below it, gives shardkit.
+    """Makes ``import fairscale``, with all that is below it, give shardkit from here on.
 
     Holds for pickles and checkpoints, ``importlib``, ``importlib.metadata.version("fairscale")``, and for processes
     that multiprocessing (``torch.multiprocessing.spawn``, :func:`shardkit.launch`) starts. Programs started anew, such
@@ -70,7 +70,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for a while. Left in place where it was before."""
+    """Keeps :func:`install` up for a while. Left in place where it was before."""
     before = is_installed()
     install()
     try:
@@ -109,9 +109,6 @@ class _Finder(MetaPathFinder):
 
 class _Loader(Loader):
     """Makes ``fairscale`` and ``fairscale.version``; for all else, puts shardkit's module in place."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__

@@ -46,14 +46,10 @@ class _RedirectedMeta(type):
         raise RedirectedError(f"{getattr(cls, MARK)} (read: {attribute})")
 
 
-def _message(name: str, instead: str, why: str) -> str:
-    return f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
-
-
-def _place(name: str) -> tuple[str, str]:
-    """Path of the module under shardkit and the name within it."""
-    module, _, short = name.rpartition(".")
-    return f"shardkit.{module}" if module else "shardkit", short
+def _told(name: str, instead: str, why: str) -> tuple[str, str, str]:
+    """Returns the path of the module under shardkit, the name within it, and what is said on use."""
+    module, _, short = f"{_ROOT}.{name}".rpartition(".")
+    return module, short, f"fairscale.{name} is not carried over: {why}. Use {instead} instead."
 
 
 def redirected(name: str, instead: str, *, why: str) -> type:
@@ -64,8 +60,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
         instead: what to take, as users would write it, e.g. ``"torch.distributed.pipelining.PipelineStage"``.
         why: the reason in half a sentence, without a full stop.
     """
-    module, short = _place(name)
-    message = _message(name, instead, why)
+    module, short, message = _told(name, instead, why)
 
     def refuse(cls: type, *args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)
@@ -82,8 +77,7 @@ def redirected(name: str, instead: str, *, why: str) -> type:
 
 def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., NoReturn]:
     """Returns a function that stands at fairscale's path and raises when called; arguments as of :func:`redirected`."""
-    module, short = _place(name)
-    message = _message(name, instead, why)
+    module, short, message = _told(name, instead, why)
 
     def refuse(*args: object, **kwargs: object) -> NoReturn:
         raise RedirectedError(message)
@@ -138,7 +132,7 @@ def _imported(path: str, name: str) -> Tree:
 
 
 def is_redirected(thing: object) -> bool:
-    """Whether a class or function was made here (subclasses of users don't count)."""
+    """Says whether a class or function was made here (subclasses of users don't count)."""
     return isinstance(thing, type | FunctionType) and MARK in vars(thing)
 
 
@@ -150,7 +144,7 @@ _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they ar
 def _new_name(fullname: str) -> str:
     """Tells where a module that has moved is now; "" for all others."""
     root, *parts = fullname.split(".")
-    for length in range(1, len(parts) + 1):
+    for length in range(len(parts), 0, -1):  # what is further in may have moved elsewhere
         if root == _ROOT and (there := MOVED.get(".".join(parts[:length]))):
             return ".".join([_ROOT, there, *parts[length:]])
     return ""
@@ -189,18 +183,12 @@ class _Moved(Loader):
     def __init__(self, there: str) -> None:
         self._there = there
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self._there)
 
 
 class _TableLoader(Loader):
     """Fills a module from the table."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
 
     def exec_module(self, module: ModuleType) -> None:
         path = module.__name__.removeprefix(f"{_ROOT}.")
@@ -213,6 +201,6 @@ _FINDER = _TableFinder()
 
 
 def serve() -> None:
-    """From here on the modules of the table can be imported. A second call changes nothing."""
+    """Makes the modules of the table importable from here on. A second call changes nothing."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

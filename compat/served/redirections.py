@@ -139,6 +139,13 @@ REDIRECTED: dict[str, tuple[Redirection, ...]] = {
             "it was a step within FSDP's methods, which need no helper for it now",
         ),
     ),
+    "nn.data_parallel.fully_sharded_data_parallel": (
+        Redirection(
+            "OffloadConfig",
+            "FullyShardedDataParallel(move_params_to_cpu=True)",
+            "fairscale itself dropped it in 0.4.11",
+        ),
+    ),
     "nn.model_parallel.random": (
         Redirection(
             "CheckpointFunction",

@@ -33,10 +33,12 @@ def check_kinds(
 ) -> None:
     """Raises ConfigurationError for arguments of another kind than torch takes."""
     for name, value, kind in (
-        ("sharding_strategy", strategy, ShardingStrategy), ("cpu_offload", offload, CPUOffload),
-        ("backward_prefetch", prefetch, BackwardPrefetch), ("mixed_precision", mixed, MixedPrecision),
+        ("sharding_strategy", strategy, ShardingStrategy),
+        ("cpu_offload", offload, CPUOffload),
+        ("backward_prefetch", prefetch, BackwardPrefetch),
+        ("mixed_precision", mixed, MixedPrecision),
         ("device_mesh", mesh, DeviceMesh),
-    ):  # fmt: skip
+    ):
         if value is not None and not isinstance(value, kind):
             raise ConfigurationError(f"{name} is {value!r}; pass a {kind.__name__} of torch, or None")
     if mesh is not None and process_group is not None:

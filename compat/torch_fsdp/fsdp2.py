@@ -35,10 +35,13 @@ _torchs: Kwargs = {
 }
 # where torch itself has them; whoever else has them already keeps them, and is told so
 _HOMES = (
-    "torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
     "torch.distributed.pipelining.stage",
-)  # fmt: skip
+)
 
 
 @functools.wraps(_torchs["fully_shard"])
@@ -74,7 +77,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
 
 def install() -> None:
-    """From here on torch's ``fully_shard`` and what belongs to it are shardkit's, in processes that are spawned too.
+    """Makes torch's ``fully_shard`` and what belongs to it shardkit's from here on, in spawned processes too.
 
     Programs started anew, such as torchrun's ranks, install it themselves (``torchrun -m shardkit run-as-fsdp2
     train.py``). A second call changes nothing.
@@ -132,7 +135,7 @@ def _with_plugin_on_cpus(begin: AnyCallable) -> AnyCallable:
 
 
 def is_installed() -> bool:
-    """Whether torch's ``fully_shard`` is shardkit's."""
+    """Says whether torch's ``fully_shard`` is shardkit's."""
     return vars(theirs)["fully_shard"] is fully_shard
 
 

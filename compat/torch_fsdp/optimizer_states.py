@@ -94,13 +94,13 @@ class OptimizerStates(TorchFacts):
         rank0_only: bool = True,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """:meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
+        """Returns :meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
         _warn_of(optim_input)
         return _full(model, optim, None, rank0_only, True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
-        """:meth:`optim_state_dict` with SHARDED_STATE_DICT."""
+        """Returns :meth:`optim_state_dict` with SHARDED_STATE_DICT."""
         return _sharded(model, optim, None, True)
 
     @staticmethod
@@ -141,12 +141,39 @@ class OptimizerStates(TorchFacts):
         optim_input: OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """State by names of an unwrapped model's parameters from state by numbers, or the other way round.
+        """Returns state by names of a model's parameters from state by numbers, or the other way round.
+
+        Args:
+            model: not wrapped.
+            optim, optim_input: say the order of numbers; by default that of ``model.parameters()``.
 
         Raises:
-            ConfigurationError: it is of other parameters.
+            ConfigurationError: the keys are not what is expected, or of other parameters.
         """
-        return _rekeyed(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+        name_of = {p: plain_name(n) for n, p in model.named_parameters()}
+        params = [p for g in _optimizer_of(model, optim, optim_input).param_groups for p in g["params"]]
+        keys = [k for g in optim_state_dict["param_groups"] for k in g["params"]]
+        by_name = all(isinstance(k, str) for k in keys)
+        if by_name == (optim_state_key_type is OptimStateKeyType.PARAM_NAME):
+            return dict(optim_state_dict)
+        if by_name:
+            position = {name_of[p]: i for i, p in enumerate(params)}
+            new: dict[object, int | str | None] = {k: position.get(plain_name(k)) for k in keys}
+        else:
+            new = {k: name_of[params[k]] if k < len(params) else None for k in keys}
+        unknown = [k for k, v in new.items() if v is None]
+        if unknown:
+            raise ConfigurationError(
+                f"optimizer state of {unknown[0]!r}, which is no parameter of this model"
+            )
+        # sorted: torch goes by the places of numbers when it loads
+        listed = [[new[k] for k in g["params"]] for g in optim_state_dict["param_groups"]]
+        groups = [
+            {**g, "params": sorted(own) if by_name else own}
+            for g, own in zip(optim_state_dict["param_groups"], listed, strict=True)
+        ]
+        states = {new.get(k, k): v for k, v in optim_state_dict["state"].items()}
+        return {**optim_state_dict, "state": states, "param_groups": groups}
 
 
 def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
@@ -168,7 +195,7 @@ def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
 
 
 def _plain(state: SavedState) -> StateDict:
-    """State by names, without what wrapping added to them."""
+    """Returns state by names, without what wrapping added to them."""
     return {plain_name(name): values for name, values in state.items() if isinstance(name, str)}
 
 
@@ -189,7 +216,7 @@ def _gathered(
 def _full(
     model: nn.Module, optim: Optimizer, state: StateDict | None, rank0_only: bool, on_cpu: bool
 ) -> StateDict:
-    """Full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
+    """Gathers full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
 
     def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part if on_cpu else part.to(like.device)
@@ -244,40 +271,3 @@ def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimI
     # an optimizer fills in dicts that it is given: these stay the caller's
     copied = [{"params": g["params"]} if isinstance(g, dict) else g for g in given]
     return torch.optim.SGD(copied, lr=0.0)  # type: ignore[arg-type]
-
-
-def _rekeyed(
-    state: SavedState, kind: OptimStateKeyType, model: nn.Module, optim: Optimizer | None,
-    optim_input: OptimInput | None,
-) -> StateDict:  # fmt: skip
-    """State by names of a model's parameters from state by numbers, or the other way round.
-
-    Args:
-        model: not wrapped.
-        optim, optim_input: say the order of numbers; by default that of ``model.parameters()``.
-
-    Raises:
-        ConfigurationError: the keys are not what is expected, or of other parameters.
-    """
-    name_of = {p: plain_name(n) for n, p in model.named_parameters()}
-    params = [p for g in _optimizer_of(model, optim, optim_input).param_groups for p in g["params"]]
-    keys = [k for g in state["param_groups"] for k in g["params"]]
-    by_name = all(isinstance(k, str) for k in keys)
-    if by_name == (kind is OptimStateKeyType.PARAM_NAME):
-        return dict(state)
-    if by_name:
-        position = {name_of[p]: i for i, p in enumerate(params)}
-        new: dict[object, int | str | None] = {k: position.get(plain_name(k)) for k in keys}
-    else:
-        new = {k: name_of[params[k]] if k < len(params) else None for k in keys}
-    unknown = [k for k, v in new.items() if v is None]
-    if unknown:
-        raise ConfigurationError(f"optimizer state of {unknown[0]!r}, which is no parameter of this model")
-    # sorted: torch goes by the places of numbers when it loads
-    listed = [[new[k] for k in g["params"]] for g in state["param_groups"]]
-    groups = [
-        {**g, "params": sorted(own) if by_name else own}
-        for g, own in zip(state["param_groups"], listed, strict=True)
-    ]
-    states = {new.get(k, k): v for k, v in state["state"].items()}
-    return {**state, "state": states, "param_groups": groups}

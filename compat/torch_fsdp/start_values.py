@@ -32,16 +32,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -
         return
     if init is not None:
         init(module)
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ConfigurationError(
-            f"parameters of {type(module).__name__} are on the meta device and it has no reset_parameters() to "
-            "initialise them; pass param_init_fn"
-        )
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        reset()
+    else:
+        _reset(module, torch.device("cpu"))
 
 
 def materialize_each(
@@ -79,7 +71,7 @@ def _initialize(
         if init is not None:
             init(m)
         elif any(True for _ in (*m.parameters(recurse=False), *m.buffers(recurse=False))):
-            _reset(m, device)
+            _reset(m, device, recurse=False)
 
 
 def _put_back(before: Iterable[tuple[nn.Module, str, nn.Parameter]], ignored: Ignored) -> None:
@@ -101,14 +93,14 @@ def _put_back(before: Iterable[tuple[nn.Module, str, nn.Parameter]], ignored: Ig
 
 
 @torch.no_grad()
-def _reset(module: nn.Module, device: torch.device) -> None:
+def _reset(module: nn.Module, device: torch.device, recurse: bool = True) -> None:
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ConfigurationError(
-            f"parameters are on the meta device and {type(module).__name__}, which has parameters or buffers, has no "
-            "reset_parameters() to initialise them; pass param_init_fn"
+            f"parameters or buffers of {type(module).__name__} are on the meta device and it has no reset_parameters() "
+            "to initialise them; pass param_init_fn"
         )
-    module.to_empty(device=device, recurse=False)
+    module.to_empty(device=device, recurse=recurse)
     reset()
 
 

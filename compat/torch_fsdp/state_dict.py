@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -57,7 +56,7 @@ def _is_ours(
 
 @contextlib.contextmanager
 def _as(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    """Inside, state dicts of the model are as options of torch's functions say."""
+    """Makes state dicts of the model as options of torch's functions say, inside of it."""
     first, on_cpu = options.full_state_dict and options.cpu_offload, options.cpu_offload
     full = FullStateDictConfig(on_cpu, first), FullOptimStateDictConfig(on_cpu, first)
     cut = ShardedStateDictConfig(on_cpu), ShardedOptimStateDictConfig(on_cpu)
@@ -94,34 +93,14 @@ def get_optimizer_state_dict(
     found: StateDict = {"state": {}, "param_groups": []}
     with _as(model, options or StateDictOptions()):
         for optimizer in _all(optimizers):
-            with _initialized(optimizer):
-                own = FSDP.optim_state_dict(model, optimizer)
+            is_new = not optimizer.state
+            theirs._init_optim_state(optimizer)
+            own = FSDP.optim_state_dict(model, optimizer)
+            if is_new:
+                optimizer.state.clear()
             found["state"].update(own.get("state", {}))
             found["param_groups"] += own.get("param_groups", [])
     return found if found["param_groups"] else {}
-
-
-@contextlib.contextmanager
-def _initialized(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, an optimizer that never stepped has the state of a step without gradients; parameters stay."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if optimizer.state or any(p.grad is not None for p in params):
-        yield
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for p in params:
-        p.grad = torch.zeros_like(p)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    try:
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for p in params:
-            p.grad = None
-    yield
-    optimizer.state.clear()
 
 
 def get_state_dict(

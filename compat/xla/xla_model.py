@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardkit.checkpoint.files.writing import save as write_whole
+from shardkit.internal.averaging import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
 from shardkit.xla.ranks import current_backend, is_first_of_host, names_of, rank_and_world_size
-from shardkit.xla.reducing_oss import average_gradients
 
 __getattr__ = names_of("torch_xla.core.xla_model")
 
@@ -28,12 +28,12 @@ def get_ordinal(defval: int = 0) -> int:
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Number of ranks; 1 outside of a job."""
+    """Returns the number of ranks; 1 outside of a job."""
     return rank_and_world_size()[1]
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank of its machine, or (``local=False``) of the job."""
+    """Says whether this is the first rank of its machine, or (``local=False``) of the job."""
     return is_first_of_host() if local else get_ordinal() == 0
 
 
@@ -46,14 +46,17 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def master_print(*args: object, local: bool = False, flush: bool = False, **kwargs: Any) -> None:
-    """``print`` on rank 0, or (``local``) on the first rank of each machine."""
+    """Prints on rank 0, or (``local``) on the first rank of each machine."""
     if is_master_ordinal(local):
         print(*args, flush=flush, **kwargs)
 
 
 def save(
-    data: Tree, file_or_path: str | os.PathLike[str] | IO[bytes], master_only: bool = True, global_master: bool = False
-) -> None:  # fmt: skip
+    data: Tree,
+    file_or_path: str | os.PathLike[str] | IO[bytes],
+    master_only: bool = True,
+    global_master: bool = False,
+) -> None:
     """Saves the data as CPU tensors on the first rank of each machine.
 
     With ``global_master`` on rank 0 alone, with ``master_only=False`` on every rank that calls. A path gets the whole
@@ -88,12 +91,12 @@ def optimizer_step(
         ConfigurationError: the parameters are shards of FSDP, whose gradients are means already.
     """
     backend = current_backend()
+    params = [p for g in optimizer.param_groups for p in g["params"]]
     if xrt_world_size() > 1:
-        params = [p for g in optimizer.param_groups for p in g["params"]]
         refuse_shards(params, "xm.optimizer_step", "Call optimizer.step(): FSDP has averaged the gradients")
     if groups is not None or backend.name == "xla":
         import torch_xla.core.xla_model as original
 
         return original.optimizer_step(optimizer, barrier, optimizer_args or {}, groups, pin_layout)
-    average_gradients((p for g in optimizer.param_groups for p in g["params"]), backend.group())
+    average_gradients(params, backend.group().channel("gradients"))
     return optimizer.step(**(optimizer_args or {}))

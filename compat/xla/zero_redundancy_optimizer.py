@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -10,21 +12,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.internal.averaging import average_gradients
 from shardkit.optimizer_state.kinds import to_cpu
+from shardkit.oss.optimizer import OSS
 from shardkit.oss.placement import split_state
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
-from shardkit.xla.reducing_oss import ReducingOSS, as_rows, in_rows, rows_of, whole_of
+from shardkit.xla.rows import RowSegment, as_rows, in_rows, rows_of, whole_of
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
 Groups = Sequence[Sequence[int]]
 
 
-class ZeroRedundancyOptimizer(ReducingOSS):
+class ZeroRedundancyOptimizer(OSS):
     """Reduces gradients, clips them and steps, with its state sharded over ranks: see :class:`shardkit.OSS`.
+
+    After a step, parameters show the gradients of this rank that they had before.
 
     Each rank updates some rows of every parameter, as in torch_xla, all of them in one flat tensor. Optimizers that are
     not known to be element-wise, such as LAMB, get whole parameters and give the results of one process. State dicts
@@ -48,11 +56,15 @@ class ZeroRedundancyOptimizer(ReducingOSS):
 
     Attributes:
         inited: whether it is sharded.
+        grad_norm: of the last step, before clipping; 0-dim.
 
     Raises:
         ConfigurationError: ``optimizer_dtype`` is not that of the parameters, and the optimizer isn't known to be
             element-wise.
     """
+
+    grad_norm: torch.Tensor | None = None
+    _kind_of_segments = RowSegment
 
     def __init__(
         self,
@@ -92,27 +104,29 @@ class ZeroRedundancyOptimizer(ReducingOSS):
             self.refresh_trainable()
             return
         groups, norms = self._sharding_groups, self._norm_groups
-        wide = any(p.dtype.itemsize > 4 for g in self.param_groups for p in g["params"])
-        dtype = self._chosen_dtype or (None if wide else torch.float32)
-        ReducingOSS.__init__(
-            self,
-            [*self.param_groups],
-            self.optimizer_class,
-            None if groups is None else group_among(groups),
-            grad_clipping=self.grad_clipping,
-            max_norm=self.max_norm,
-            also_over=None if norms is None else group_among(norms),
-            update_dtype=dtype,
-            accumulates=self.use_grad_acc_hook,
-            reduces_wide=self.higher_cc_precision,
-            **self._arguments,
-        )
+        params = [p for g in self.param_groups for p in g["params"]]
+        wide = any(p.dtype.itemsize > 4 for p in params)
+        self._sum_dtype = self._chosen_dtype or (None if wide else torch.float32)
+        self._wire = self._sum_dtype if self.higher_cc_precision else None
+        is_own = self._sum_dtype is None or all(p.dtype == self._sum_dtype for p in params)
+        self._update_dtype = None if is_own else self._sum_dtype
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        own = None if groups is None else group_among(groups)
+        self._also_over = None if norms is None else group_among(norms)
+        super().__init__([*self.param_groups], self.optimizer_class, own, **self._arguments)
+        if self.use_grad_acc_hook:
+            trainable = [p for p in self._parameters() if p.requires_grad]
+            _adding.update(dict.fromkeys(trainable, weakref.ref(self)))
+            # a loop that makes a new optimizer forgets the old one
+            hook = functools.partial(_add, weakref.ref(self))
+            self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in trainable]
         self.inited = True
 
     # ------------------------------------------------------------ facts
     @property
     def base_optimizer(self) -> Optimizer:
-        """The inner optimizer with this rank's rows of every parameter, which are views of what it updates.
+        """Returns the inner optimizer, with this rank's rows of every parameter, which are views of what it updates.
 
         Of an optimizer that gets whole parameters, that one.
         """
@@ -165,8 +179,35 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return self.rank
 
     # ------------------------------------------------------------ steps
+    @torch.no_grad()
+    def add_gradient(self, param: nn.Parameter) -> None:
+        """Takes the gradient that a parameter shows into its sum."""
+        if param.grad is None:
+            return
+        gradient = param.grad.to(self._sum_dtype or param.dtype, copy=True)
+        self._sums[param] = self._sums[param] + gradient if param in self._sums else gradient
+        param.grad = None
+
+    def remove_hooks(self) -> None:
+        """Lets gradients stay where autograd puts them, from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients as torch does, and sums of gradients too."""
+        if self.inited:
+            super().zero_grad(set_to_none)
+            self._sums = {}
+        else:
+            Optimizer.zero_grad(self, set_to_none)
+
     def step(self, closure: Callable[[], T] | None = None, **kwargs: Tree) -> T | None:  # type: ignore[override]
-        """See :meth:`shardkit.xla.reducing_oss.ReducingOSS.step`.
+        """Averages the gradients over ranks, clips them, updates this rank's part and publishes it.
+
+        Args:
+            closure: computes the loss and the gradients first.
+            **kwargs: passed to the inner optimizer's ``step``.
 
         Raises:
             LifecycleError: before :meth:`init_zero`.
@@ -177,14 +218,38 @@ class ZeroRedundancyOptimizer(ReducingOSS):
             raise ConfigurationError(
                 "sharding_scheme is not supported: gradients are averaged within sharding_groups, in one step"
             )
-        return super().step(closure, **kwargs)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.refresh_trainable()
+        local = {p: p.grad for p in self._parameters()}
+        try:
+            self._reduce()
+            if self.grad_clipping:
+                self.grad_norm = self.clip_grad_norm(self.max_norm, also_over=self._also_over)
+            super().step(**kwargs)
+        finally:
+            for segment in self.segments():
+                segment.stand_down()
+            for p, gradient in local.items():
+                p.grad = gradient
+        return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients as torch does, and sums of gradients too."""
-        if self.inited:
-            super().zero_grad(set_to_none)
-        else:
-            Optimizer.zero_grad(self, set_to_none)
+    def _reduce(self) -> None:
+        if segments := self.segments():
+            channel = self._group.channel("gradients")
+            for segment in segments:
+                segment.reduce_gradients(channel, self._wire, self._sums if self._hooks else None)
+            return
+        params = [p for p in self._parameters() if p.requires_grad]
+        for p in params:
+            if p in self._sums:
+                p.grad = self._sums[p].to(p.dtype)
+            # else the mean is a new tensor; it may be clipped
+            if self.world_size == 1 and p.grad is not None:
+                p.grad = p.grad.clone()
+        average_gradients(params, self._group.channel("gradients"))
 
     def _check_inited(self) -> None:
         if not self.inited:
@@ -214,7 +279,7 @@ class ZeroRedundancyOptimizer(ReducingOSS):
         return found
 
     def whole_state_dict(self) -> StateDict:
-        """The whole optimizer's state, on every rank (collective); loads at any world size and into a plain one."""
+        """Returns the whole optimizer's state (collective); it loads at any world size, and into a plain one."""
         self._check_inited()
         return super().state_dict(all_ranks=True)
 
@@ -245,3 +310,13 @@ class ZeroRedundancyOptimizer(ReducingOSS):
             segment.own.copy_(segment.take_own(values, segment.own))
         if self.segments():
             current_backend().mark_step()
+
+
+# The optimizer that adds up gradients of a parameter: the last one that was made for it.
+_adding: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _add(optimizer: weakref.ref[ZeroRedundancyOptimizer], param: torch.Tensor) -> None:
+    found = optimizer()
+    if found is not None and isinstance(param, nn.Parameter) and _adding.get(param) == optimizer:
+        found.add_gradient(param)

@@ -279,9 +279,10 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
 def _connect_mesh(state: ShardingState) -> None:
     """Groups that keep parameters between forward and backward; one for all units that ask alike."""
     count, group = state.options.reshard.after_forward, state.group
-    if state.options.reshard.frozen == "keep" and not group.backend.has_storage:
+    frozen = state.options.reshard.frozen
+    if frozen != "reshard" and not group.backend.has_storage:
         raise ConfigurationError(
-            f"frozen='keep': on {group.backend.name} the compiler decides how long gathered values are kept; leave "
+            f"frozen={frozen!r}: on {group.backend.name} the compiler decides how long gathered values are kept; leave "
             "it out"
         )
     if isinstance(count, bool) or count >= group.world_size:

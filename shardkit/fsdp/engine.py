@@ -30,6 +30,7 @@ gathered anew in each forward, for between forwards the shards change.
 
 [Note: frozen values] What is not trained need not be gathered again: with ``ReshardPolicy(frozen="keep")`` its first
 gather counts a user that never leaves, until shards change. Ranks see the same changes, so they gather it together.
+With ``frozen="host"`` what the first gather brought is copied to the host, and later ones copy it back.
 
 [Note: several forwards] One backward may go through several forwards of the root (two views of a batch, the two losses
 of a discriminator). A parameter's gradient is there when it has come back from all of them, so that leaving a unit says
@@ -404,9 +405,10 @@ class Engine:
         after: where execution is lazy, what the next gathers have to wait for.
         rounds: counts backwards of a step, where the order of sums is fixed.
         all_have_order: a training forward has shown all ranks in which order units are called.
+        is_alone: everything stays gathered, and no forward or backward meets other ranks.
     """
 
-    all_have_order = False
+    all_have_order = is_alone = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
@@ -574,7 +576,8 @@ class Engine:
                 self._make_plan()
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
-            self._frozen.ask()
+            if not self.is_alone:
+                self._frozen.ask()
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
@@ -977,6 +980,31 @@ class Engine:
             checkpoints = [object() for _ in order]
             self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
             self.end_forward()
+
+    # ------------------------------------------------------------ steps without others
+    def gather_all(self) -> None:
+        """Gathers everything (collective); until :meth:`give_back_all` it stays, and gradients stay local."""
+        self.check_idle("uneven(once=True)")
+        self.is_alone, self._accumulated = True, self.set_accumulating([True] * len(self.units))
+        for unit in self.units:
+            unit.release()
+        self._gather_together(self.units)
+        self._held = [flat for unit in self.units for flat in unit.flats]
+        for flat in self._held:
+            flat.hold()
+            if flat.store.state is GATHERING:
+                flat.store.finish()
+        self._lock(self._held)
+
+    def give_back_all(self) -> None:
+        """Ends that, on this rank; the order in which units are called is to be learned anew, which ranks share."""
+        self.set_accumulating(self._accumulated)
+        self.is_alone = self.all_have_order = False
+        for unit in self.units:
+            unit.release()
+        for flat in self._held:
+            flat.drop()
+        self._held, self._order = [], []
 
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:

@@ -65,6 +65,9 @@ class Extended(Store):
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERING
+        if self._flat.host is not None:
+            self._from_host(torch.empty_like(self._flat.host, device=self._device))
+            return
         with torch.no_grad():
             inputs = [t for original in self._extended for t in original.inputs()]
         if not self._outputs:
@@ -96,6 +99,8 @@ class Extended(Store):
         with self._flat.ranges.gather_wait():
             work.wait()
         self.state = GATHERED
+        if self._flat.keeps_on_host:
+            self._to_host(values)
         for original in self._extended:
             for tensor in original.memory:
                 self._backend.take_storage(tensor)

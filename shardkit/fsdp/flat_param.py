@@ -78,6 +78,8 @@ class FlatParam:
         on_gather: is told of all-gathers of the values before they start, as (output, shard); of copies too.
         held_at: version of the shard whose values stay, see :meth:`hold`.
         kept_at: the same, and its memory, for frozen values that stay from step to step, see :meth:`keep`.
+        keeps_on_host: they stay there, and not on the device.
+        host: what has been gathered, there.
     """
 
     store: Store
@@ -98,7 +100,7 @@ class FlatParam:
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Listing] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
-        self.trains = self.lists_dtensors = False
+        self.trains = self.lists_dtensors = self.keeps_on_host = False
         self.reduce = ReducePolicy()
         self.group = group
         self.layout = layout
@@ -208,6 +210,7 @@ class FlatParam:
     def _settle(self, before: Store | None) -> bool:
         self.held_at: int | None = None
         self.kept_at: tuple[int, int] | None = None
+        self.host: torch.Tensor | None = None
         self._note_listings()
         self.store = store_for(self, before)
         self.store.users = 0
@@ -262,9 +265,10 @@ class FlatParam:
             self.held_at = self.version
 
     def keep(self) -> None:
-        """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`."""
+        """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`, or a copy."""
         if self.kept_at is None and not self.trains and not self.store.is_whole:
-            self.store.users += 1
+            if not self.keeps_on_host:
+                self.store.users += 1
             self.kept_at = self.version, self.param.data_ptr()
 
     @property
@@ -280,7 +284,7 @@ class FlatParam:
     def drop(self) -> None:
         """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
         self.store.release()
-        self.kept_at = None
+        self.kept_at = self.host = None
         if self.held_at is not None:
             self.held_at = None
             params = tuple(m.param for m in self.originals)
@@ -335,7 +339,7 @@ class FlatParam:
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
-        for name in ("group", "store", "post_forward_mesh", "ranges", "versioned"):
+        for name in ("group", "store", "post_forward_mesh", "ranges", "versioned", "host"):
             state.pop(name, None)
         if self.shards is not None:
             del state["param"]  # made anew of registered parameters, which are copied one by one

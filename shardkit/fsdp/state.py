@@ -227,7 +227,9 @@ class ShardingState:
         keeps = self.options.reshard.after_forward is False
         self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
         self.unit.doors = max(1, len(self.mates))
-        self.unit.keeps_frozen = self.options.reshard.frozen == "keep"
+        self.unit.keeps_frozen = self.options.reshard.frozen in ("keep", "host")
+        for flat in self.flats:
+            flat.keeps_on_host = self.options.reshard.frozen == "host"
 
     @property
     def home(self) -> int:

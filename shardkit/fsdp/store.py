@@ -143,6 +143,16 @@ class Store(ABC):
             self._flat.on_gather(full, shard)
         return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
 
+    def _from_host(self, full: torch.Tensor) -> None:
+        """Takes what was gathered before from its copy on the host."""
+        if self._flat.host is not None:
+            self.in_flight = self._backend.copy_ahead(full, self._flat.host), full
+
+    def _to_host(self, full: torch.Tensor) -> None:
+        """Copies what was gathered, the first time, where it stays there from now on."""
+        if self._flat.kept_at is not None and self._flat.host is None:
+            self._flat.host = self._backend.pin(full.to("cpu", copy=True))
+
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
         return False
@@ -387,6 +397,10 @@ class Stored(Store):
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
         self.state = GATHERING
+        if flat.host is not None:
+            self._backend.take_storage(full)
+            self._from_host(full)
+            return
         if kept is not None and self._mesh is not None:
             self._kept = None
             self._backend.take_storage(full)
@@ -448,6 +462,8 @@ class Stored(Store):
             if self.arrives_in is not None:
                 self.arrives_in.leave()
                 self.arrives_in = None
+        if self._flat.keeps_on_host:
+            self._to_host(self._full)
         self._reveal()
         if self._kept_views.found:
             self._kept_views.reveal()
@@ -467,7 +483,8 @@ class Stored(Store):
             return
         if self.state is GATHERING:
             self.finish()  # its memory is in use until it is through
-        if until_backward and self._mesh is not None and self.state is not GATHERING:
+        is_needed = until_backward and self._flat.host is None and self.state is not GATHERING
+        if is_needed and self._mesh is not None:
             self._kept = own_part(self._full, self._mesh).clone()
         self._give_back()
 
@@ -553,7 +570,7 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     joined: dict[object, list[Stored]] = {}
     for store in stores:
         flat = store._flat
-        is_here = flat.on_gather is None and flat.param.device == store._device
+        is_here = flat.on_gather is None and flat.host is None and flat.param.device == store._device
         if isinstance(store, Stored) and store.joins is not None and is_here:
             joined.setdefault(store.joins, []).append(store)
         else:

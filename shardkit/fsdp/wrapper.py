@@ -116,6 +116,25 @@ class UnitModule(FlattenParamsWrapper):
         return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
 
 
+class _NotManaged:
+    """Answers torch's own FSDP, 1 and 2, which sets this on all that it is about to manage, and torch's compiler.
+
+    It is false itself, too: the compiler of torch 2.15 looks at the class and doesn't ask the instance.
+    """
+
+    def __get__(self, wrapper: object, owner: object) -> bool:
+        return False
+
+    def __set__(self, wrapper: object, value: bool) -> None:
+        raise ConfigurationError(
+            "torch's FSDP can't wrap a module that shardkit's FSDP has sharded: it would shard the shards. Use one of "
+            "them; torch's FullyShardedDataParallel can leave this module alone (ignored_modules=[module])"
+        )
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
 
@@ -183,17 +202,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
         return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
 
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """Torch's own FSDP, 1 and 2, sets this on all that it is about to manage, and its compiler reads it."""
-        return False
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
-        raise ConfigurationError(
-            "torch's FSDP can't wrap a module that shardkit's FSDP has sharded: it would shard the shards. Use one of "
-            "them; torch's FullyShardedDataParallel can leave this module alone (ignored_modules=[module])"
-        )
+    _is_fsdp_managed_module = _NotManaged()
 
 
 Self = TypeVar("Self", bound="Door")

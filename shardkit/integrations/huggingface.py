@@ -86,10 +86,13 @@ class _Attached:
         return original(*args, **kwargs)
 
     def prepare_model(
-        self, original: AnyCallable, model: nn.Module, device_placement: bool | None = None,
+        self,
+        original: AnyCallable,
+        model: nn.Module,
+        device_placement: bool | None = None,
         evaluation_mode: bool = False,
-    ) -> nn.Module:  # fmt: skip
-        """Sharded models get accelerate's autocast, and no wrapper of its own."""
+    ) -> nn.Module:
+        """Gives sharded models accelerate's autocast, and no wrapper of its own."""
         if not evaluation_mode:
             self._shard(model)
         if is_sharded(model):
@@ -136,7 +139,7 @@ def _of_trainer(plugin: ShardkitPlugin, trainer: Framework) -> None:
 def _save(
     trainer: Framework, original: AnyCallable, output_dir: str | None = None, state_dict: Tree = None
 ) -> None:
-    """All ranks come here; the file is rank 0's."""
+    """Saves on all ranks, which come here; the file is rank 0's."""
     if state_dict is None:
         state_dict = trainer.model.state_dict()
     original(output_dir, state_dict=state_dict)
@@ -149,7 +152,7 @@ def _save_optimizer(trainer: Framework, original: AnyCallable, output_dir: str) 
 
 @contextlib.contextmanager
 def _known(optimizer: Framework, state: StateDict) -> Iterator[None]:
-    """Inside, who asks for an optimizer's state gets this, on one rank alone too."""
+    """Gives this to who asks for an optimizer's state inside of it, on one rank alone too."""
     before = optimizer.state_dict
     optimizer.state_dict = lambda: state
     try:

@@ -11,8 +11,12 @@ notebooks and cluster images have it) says nothing either: whoever wants more ra
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
+import signal
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ _NAMES = (
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK",
 )  # fmt: skip
 _NO_STEP = 4294967290  # from here on Slurm's step numbers are the batch script and the like
+_PR_SET_PDEATHSIG = 1
 _PORTS = (20000, 10000)  # the first, and how many, for jobs that were given none
 
 
@@ -80,6 +85,13 @@ def note(process: int | None = None) -> None:
         process: its number; 0: they are nobody's, since a launch that has ended its work of starting ranks set them.
     """
     os.environ[_NOTE] = f"{os.getpid() if process is None else process} {_facts(os.environ)}"
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process with the one that started it (Linux)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _facts(environment: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ As torch's they take the unbiased variance (fairscale's take the biased one).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -89,21 +90,34 @@ class DeferredBatchNorm(_BatchNorm):
         Returns:
             The module, or what takes its place if it is a batch norm itself.
         """
-        if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
-            return cast(TModule, module)
-        converted: nn.Module = module
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
-            made = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
-            made.to(
-                cast(torch.Tensor, module.running_mean).device, cast(torch.Tensor, module.running_mean).dtype
-            )
-            made.weight, made.bias = module.weight, module.bias
-            for name in ("running_mean", "running_var", "num_batches_tracked"):
-                setattr(made, name, getattr(module, name))
-            converted = made.train(module.training)
-        for name, child in module.named_children():
-            converted.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
-        return cast(TModule, converted)
+
+        def make(old: _BatchNorm) -> _BatchNorm:
+            if not old.track_running_stats or (isinstance(old, DeferredBatchNorm) and old.chunks == chunks):
+                return old
+            made = cls(old.num_features, old.eps, old.momentum, old.affine, chunks)
+            mean = cast(torch.Tensor, old.running_mean)
+            return made.to(mean.device, mean.dtype)
+
+        return cast(TModule, replace_batch_norms(module, make))
+
+
+def replace_batch_norms(module: nn.Module, make: Callable[[_BatchNorm], _BatchNorm]) -> nn.Module:
+    """Puts what ``make`` returns in the place of each batch norm within a module, with its tensors.
+
+    Returns:
+        The module, or what takes its place if it is a batch norm itself.
+    """
+    made: dict[nn.Module | None, _BatchNorm] = {}
+    for old in module.modules():
+        if isinstance(old, _BatchNorm):
+            new = made[old] = make(old)
+            new._parameters.update(old._parameters)
+            new._buffers.update(old._buffers)
+            new.train(old.training)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():  # a layer may have two names
+            parent._modules[name] = made.get(child, child)
+    return made.get(module, module)
 
 
 def expect_micro_batches(module: nn.Module, number: int) -> None:

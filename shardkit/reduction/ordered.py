@@ -54,11 +54,11 @@ def _refused(what: str) -> ConfigurationError:
     return ConfigurationError(f'order="fixed" is not possible with {what}')
 
 
-def refuse_local(reduce: ReducePolicy) -> None:
+def refuse_local(reduce: ReducePolicy, what: str = "no_sync()") -> None:
     """Raises LifecycleError where gradients of a rank's own would add up before they are sent."""
     if reduce.order is not None:
         raise LifecycleError(
-            'no_sync() with order="fixed": sums of a rank\'s own would depend on the number of ranks. Run every '
+            f'{what} with order="fixed": sums of a rank\'s own would depend on the number of ranks. Run every '
             "micro-batch's backward outside of it, and don't divide losses by their number; "
             "ReducePolicy(microbatches=...) does"
         )

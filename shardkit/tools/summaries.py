@@ -122,7 +122,8 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
         sum(f.param.numel() * f.param.element_size() for f in flats),
         sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in flats),
         (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
-        "parameters and gradients" if options.offload.parameters else "",
+        "parameters and gradients" if options.offload.parameters
+        else "what is frozen" if any(f.keeps_on_host and not f.trains for f in flats) else "",
     )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def _stays(state: ShardingState, is_root: bool) -> str:
     reshard = state.options.reshard
     if state.flats and all(f.store.is_whole for f in state.flats):
         return "always"
-    if state.unit.keeps_frozen and any(not f.trains for f in state.flats):
+    if reshard.frozen == "keep" and any(not f.trains for f in state.flats):
         return "what is frozen" if any(f.trains for f in state.flats) else "always"
     if reshard.after_forward is False or (is_root and not reshard.root):
         return "to backward"

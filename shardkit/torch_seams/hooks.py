@@ -67,7 +67,7 @@ class BackwardState:
         unreduced: local gradients wait for a reduction.
         asked: gradients are handed out, and ``.grad`` stays what it is.
         is_due: a forward has ended whose backward has not begun.
-        count: how many backwards have begun outside of ``no_sync``.
+        count: how many backwards have begun; of ShardedDDP those outside of ``no_sync``.
         raised: the error of the last forward, if it raised one; else "".
         before: those that this backward has come to before.
         began: when the first forward did that this backward may go through, among those of all modules.
@@ -110,7 +110,7 @@ class BackwardState:
             )
         self.task = current_backward()
         self.is_due = False
-        self.count += not self.accumulating
+        self.count += 1
         self.thread = threading.get_ident()
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
         reached = _reached.get(self.task)

@@ -6,13 +6,18 @@ has run none yet runs the first one with another rank's inputs. So that it knows
 before a forward that it does, and after its last one that it does not: one exchange a micro-batch on the control
 channel, for which a rank that computes does not wait.
 
+[Note: once] With ``once`` everything is gathered as the block begins, and reduced as it ends. In between ranks do not
+meet, so that each may do what it likes, and the slowest one is waited for once a step, not at each layer of each round.
+
 [Note: weights] Reductions divide by the number of ranks. What is wanted is the mean over all micro-batches, so that at
 the end gradients are multiplied by that number, and divided by the sum of all weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 
 import torch
@@ -28,6 +33,7 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
+from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Args, Kwargs, Tree
@@ -41,11 +47,14 @@ class _FSDPFollower:
         rounds: counts backwards of a step, where the order of sums is fixed.
         flats: what is sharded.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
+        counts_local: ``state`` counts backwards inside of ``no_sync``, too.
     """
+
+    counts_local = True
 
     def __init__(self, state: ShardingState) -> None:
         wake(state)
-        self._state = state
+        self._options, self._door = state.options, state.door
         self._engine: Engine = state.engine or become_root(state)
         if not state.is_root:
             raise LifecycleError("uneven() is for the outermost FSDP module; pass that one")
@@ -67,6 +76,15 @@ class _FSDPFollower:
         """Notes that all do from the end of this micro-batch on."""
         self._engine.all_have_order = True
 
+    def begin_alone(self) -> None:
+        """Until :meth:`end_alone` no micro-batch meets other ranks (collective)."""
+        refuse_local(self._options.reduce, "uneven(once=True)")
+        self._engine.gather_all()
+
+    def end_alone(self) -> None:
+        """Ends that."""
+        self._engine.give_back_all()
+
     def has_local_gradients(self) -> bool:
         """Whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
@@ -82,8 +100,13 @@ class _FSDPFollower:
         self._engine.reduce_now(everything=True)
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
-        """Lists parameters, each with the factor from its reduced gradient to a sum over ranks over ``total``."""
-        found = []
+        """Lists parameters, each with the factor from its reduced gradient to a sum over ranks over ``total``.
+
+        Gradients of ``ignored_params`` stay a rank's own, whose mean over ranks would be that sum.
+        """
+        ranks = math.prod(group.world_size for group in self.groups)
+        listed = {listing.param for flat in self.flats for listing in flat.listings}
+        found = [(p, ranks / total) for p in self._door.parameters() if p not in listed]
         for unit in self._engine.units:
             copies = 1 if unit.replicas is None else unit.replicas.world_size
             factor = unit.divisors[0] * unit.divisors[1] * copies / total
@@ -95,6 +118,7 @@ class _ShardedDDPFollower:
     """Answers the same of ShardedDDP."""
 
     has_order = all_have_order = True  # the buckets'
+    counts_local = False
     flats: Sequence[FlatParam] = ()
 
     def note_order(self) -> None:
@@ -105,6 +129,13 @@ class _ShardedDDPFollower:
         self._exchange = model._connected()
         self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
+
+    def begin_alone(self) -> None:
+        refuse_local(self._exchange.policy, "uneven(once=True)")
+        self._accumulated, self.state.accumulating = self.state.accumulating, True
+
+    def end_alone(self) -> None:
+        self.state.accumulating = self._accumulated
 
     def has_local_gradients(self) -> bool:
         return self.state.unreduced
@@ -126,6 +157,9 @@ class _ShardedDDPFollower:
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
         return [(p, self.groups[0].world_size / total) for p in self._model.parameters()]
+
+
+_open: ContextVar[tuple[uneven, ...]] = ContextVar("uneven", default=())  # blocks that this rank is inside of
 
 
 class uneven:
@@ -152,20 +186,26 @@ class uneven:
     for gathers and reductions of the others, and computes nothing. Before its first forward of all, though, it may run
     one with another rank's inputs. Where ranks run layers that others don't, one that is through can't follow.
 
+    With ``once=True`` ranks meet as the block begins, and as it ends: parameters are gathered once, and stay, and
+    gradients are reduced once. That costs memory for all parameters and all gradients. In between each rank runs what
+    it likes: other layers than others, evaluations, several models inside of several blocks.
+
     Args:
         model: see above.
+        once: see above.
 
     Raises:
         ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program.
-        LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; an evaluation or a second forward
-            inside, before a backward.
+        LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; a second forward inside, before a
+            backward; without ``once`` an evaluation of FSDP, or a block inside of another one; with it a fixed order.
         LifecycleError: the order is fixed, and other than K micro-batches were run.
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
     _weight = 1.0  # of the micro-batch that runs
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, once: bool = False) -> None:
+        self._once = once
         self._model = model = getattr(model, "_orig_mod", model)  # of torch.compile's
         self._by = _follower_for(model)
 
@@ -196,8 +236,17 @@ class uneven:
                 "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
                 "it, or call zero_grad(), before uneven()"
             )
-        if self._by.rounds is not None:
+        blocks = *_open.get(), self
+        if len(blocks) > 1 and not all(block._once for block in blocks):
+            raise LifecycleError(
+                "uneven() inside of another one: a rank that is through with one model could not follow others in "
+                "both. Let one block follow the other, or pass once=True to both"
+            )
+        if self._once:
+            self._by.begin_alone()
+        elif self._by.rounds is not None:
             self._by.rounds.are_uneven = True
+        _open.set(blocks)
         for p, _ in self._by.scaled(1.0):
             if p.grad is not None:
                 self._before[p], p.grad = p.grad, None
@@ -208,6 +257,9 @@ class uneven:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._hook.remove()
+        _open.set(tuple(block for block in _open.get() if block is not self))
+        if self._once:
+            self._by.end_alone()
         try:
             self._leave(error)
         finally:
@@ -222,7 +274,7 @@ class uneven:
         self._check_backward()
         self._is_following = True
         while True:
-            forward = None if self._by.all_have_order else self._learn(None)
+            forward = None if self._by.all_have_order or self._once else self._learn(None)
             busy, local, total, kept = self._tell([0, 0, self._total, self._kept_local]).tolist()
             if not busy:
                 break
@@ -242,21 +294,24 @@ class uneven:
         """A forward begins: other ranks are told."""
         if self._is_following or current_backward() != NO_BACKWARD:  # computed anew
             return
-        self._check_backward()
         if not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training):
+            if self._once or isinstance(model, ShardedDDP):  # which meets nobody
+                return
             raise LifecycleError(
                 "an evaluation inside of uneven(): ranks that are through could not follow. Evaluate outside of it, "
-                "on all ranks, or on gathered weights (summon_full_params)"
+                "on all ranks, or on gathered weights (summon_full_params), or pass once=True"
             )
-        if not self._by.all_have_order:
+        self._check_backward()
+        if not self._by.all_have_order and not self._once:
             self._learn((args, kwargs))
             self._by.note_order()
         self._weight = 1.0
         self._total += 1.0
         local = self._by.state.accumulating
-        self._forwards += not local
+        self._forwards += self._by.counts_local or not local
         self._kept_local = self._kept_local or local
-        self._tell([1, local, 0, 0])
+        if not self._once:
+            self._tell([1, local, 0, 0])
 
     def _check_backward(self) -> None:
         backwards = self._by.state.count - self._backwards

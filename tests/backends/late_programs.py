@@ -104,6 +104,23 @@ def out_of_memory(rank: int, backend: str) -> Numbers:
     return _numbers(model)
 
 
+def frozen_on_the_host(rank: int, backend: str) -> Numbers:
+    """Frozen weights come from host memory, ahead of their use."""
+    device, reshard = get_backend(backend).device(), shardkit.ReshardPolicy(frozen="host")
+    model = _model(device)
+    for block in model:
+        block[0].requires_grad_(False)
+        shardkit.fully_shard(block, reshard=reshard)
+    shardkit.fully_shard(model, reshard=reshard)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(4):
+        _loss(model, step, rank, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with shardkit.sharding_of(model).summon_full_params():
+        return torch.cat([p.detach().cpu().view(-1) for p in model.parameters()]).tolist()
+
+
 def offloaded(rank: int, backend: str) -> Numbers:
     """Parameters and inputs of activations on the host."""
     device = get_backend(backend).device()

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.backend import Backend, Group, ReduceOp, Work
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
-from shardkit.backends.checked_group import CheckedGroup, Sizes
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
 from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
@@ -42,7 +41,7 @@ ALIGNED = 16  # bytes; what copies of NCCL and kernels take in one piece
 _PLACES = 4  # frames that a report shows
 _OWN = (
     "/backends/streams_device.py",
-    "/backends/checked_group.py",
+    "/shardkit/backend.py",
     "/torch/",
     "/contextlib.py",
     "/functools.py",
@@ -349,7 +348,7 @@ class StreamsWork(Work):
         return self._below is None or self._below.is_done()
 
 
-class StreamsGroup(CheckedGroup):
+class StreamsGroup(Group):
     """A communicator of a simulated device; see :class:`shardkit.backend.Group` for the methods.
 
     Args:
@@ -517,6 +516,24 @@ class _WatchedMemory(EagerBackend):
             device.release(tensor)
         with quiet():
             super().release_storage(tensor)
+
+    def copy_ahead(self, target: Tensor, source: Tensor) -> Work:
+        """On a stream of its own, as late as possible."""
+        device = current_device()
+        if device is None:
+            return super().copy_ahead(target, source)
+        with quiet():
+            spoil(target.data)
+
+        def call(_: Group) -> Work:
+            target.copy_(source)
+            return DONE
+
+        name = f"copies of rank {device.rank}"
+        flight = Flight(name, f"a copy of {target.numel()}", [source], [target], places(), None)
+        work = StreamsWork(device, self.group(), call, flight)
+        device.issue(flight, Issued(name, "copy_ahead", target.numel(), ""))
+        return work
 
     def synchronize(self) -> None:
         device = current_device()

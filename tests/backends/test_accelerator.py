@@ -1,4 +1,4 @@
-"""Which device a rank takes, over a module like torch.cuda that stands for a machine with some devices."""
+"""Which device a rank takes, where something like torch.accelerator stands for a machine with some devices."""
 
 from __future__ import annotations
 
@@ -13,49 +13,28 @@ from torch import nn
 import shardkit
 import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
-from shardkit.backends.accelerator import AcceleratorBackend
 from shardkit.backends.cuda import CudaBackend
 from shardkit.errors import ConfigurationError
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import _compute_device
 
 
-class _Module:
-    """Of torch.cuda."""
+class _Machine:
+    """Stands for torch.accelerator on a machine with some devices."""
 
-    def __init__(self, devices: int, current: int) -> None:
-        self.devices, self.current = devices, current
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int, current: int = 0) -> None:
+        self.current = current
         self.synchronized: list[torch.device] = []
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return self.devices
-
-    def current_device(self) -> int:
-        return self.current
+        for name, function in {
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "device_count": lambda: devices,
+            "current_device_index": lambda: self.current,
+            "set_device_index": self.set_device,
+            "synchronize": self.synchronized.append,
+        }.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
 
     def set_device(self, device: int) -> None:
         self.current = device
-
-    def synchronize(self, device: torch.device) -> None:
-        self.synchronized.append(device)
-
-
-class _Backend(AcceleratorBackend):
-    name = device_type = "cuda"
-    process_group_backend = "nccl"
-
-    def __init__(self, devices: int, current: int = 0) -> None:
-        super().__init__()
-        self.module = _Module(devices, current)
-
-    @property
-    def _module(self) -> Any:
-        return self.module
 
 
 class _On:
@@ -85,7 +64,7 @@ def test_device_of_a_rank(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    backend = _Backend(devices, current)
+    machine, backend = _Machine(monkeypatch, devices, current), CudaBackend()
     monkeypatch.setattr(registry, "_instances", {"cuda": backend})
     if parameters is not None:
         tensors: Any = [_On(parameters)]
@@ -93,8 +72,8 @@ def test_device_of_a_rank(
         assert backend_for(tensors, backend) is backend
     assert backend.device() == torch.device("cuda", expected)
     backend.synchronize()
-    assert backend.module.synchronized == [torch.device("cuda", expected)]
-    backend.module.set_device(devices - 1)  # later, by the caller: it is followed
+    assert machine.synchronized == [torch.device("cuda", expected)]
+    machine.set_device(devices - 1)  # later, by the caller: it is followed
     assert backend.device() == torch.device("cuda", devices - 1)
     backend.settle(torch.device("cuda", 0))
     assert backend.device() == torch.device("cuda", devices - 1)
@@ -102,8 +81,9 @@ def test_device_of_a_rank(
 
 def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
+    _Machine(monkeypatch, 2)
     with pytest.raises(ConfigurationError, match="LOCAL_RANK is 2, but only 2 CUDA devices are visible"):
-        _Backend(2).device()
+        CudaBackend().device()
 
 
 def test_launched_ranks_have_a_group_for_the_host_too() -> None:
@@ -116,9 +96,8 @@ def test_launched_ranks_have_a_group_for_the_host_too() -> None:
 def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """As fairscale does it for ``FullyShardedDataParallel(module, move_params_to_cpu=True)``."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(
-        registry, "_instances", {"cuda": _Backend(4, 3), "gloo": registry.get_backend("gloo")}
-    )
+    _Machine(monkeypatch, 4, 3)
+    monkeypatch.setattr(registry, "_instances", {"cuda": CudaBackend(), "gloo": registry.get_backend("gloo")})
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     module, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
     for serves, expected in (("cuda:nccl", torch.device("cuda", 3)), ("cpu:gloo", None)):
@@ -130,7 +109,8 @@ def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: py
 
 
 def test_hybrid_groups_are_of_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = _Backend(4, 3)
+    _Machine(monkeypatch, 4, 3)
+    backend = CudaBackend()
     asked: list[object] = []
 
     def group(process_group: object) -> object:

@@ -44,6 +44,7 @@ def test_on_the_host(backend: str, world_size: int) -> None:
     if backend == "torch_tpu":
         pytest.skip("XLA's plugin for CPUs has no pinned memory, which torch_tpu's copies to the host take")
     _compare(backend, programs.offloaded)
+    _compare(backend, programs.frozen_on_the_host)
 
 
 @everywhere

@@ -34,8 +34,6 @@ STANDS_FOR: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "pg"): (PROCESS_GROUP,),
     ("cuda", "process_group"): (PROCESS_GROUP,),
     ("accelerator", "process_group"): (PROCESS_GROUP,),
-    ("accelerator", "module"): ("torch.cuda",),
-    ("accelerator", "self._module"): ("torch.cuda",),
     ("cuda", "self.process_group"): (PROCESS_GROUP,),
     ("c10d.stream_group", "self.process_group"): (PROCESS_GROUP,),
     ("c10d.stream_group", "work"): ("torch.distributed.Work",),
@@ -94,7 +92,7 @@ def test_everything_used_is_there() -> None:
         ("ProcessGroupNCCL", "eager_connect_single_device"),
         ("Options", "global_ranks_in_group"),
         ("ReduceOptions", "rootRank"),
-        ("cuda", "set_device"),
+        ("accelerator", "set_device_index"),
         ("Work", "wait"),
         ("accelerator", "current_stream"),
     } <= asked, "the source is not read as it should be"
@@ -178,8 +176,7 @@ def test_only_the_device_is_missing() -> None:
 def test_device_module() -> None:
     cuda, device = torch.get_device_module("cuda"), torch.device("cuda", 0)
     assert cuda is torch.cuda
-    inspect.signature(cuda.synchronize).bind(device)
-    inspect.signature(cuda.set_device).bind(0)
+    inspect.signature(torch.accelerator.synchronize).bind(device)
     inspect.signature(cuda.get_rng_state).bind(device)
     inspect.signature(cuda.set_rng_state).bind(torch.empty(0), device)
     inspect.signature(torch.accelerator.current_stream).bind(device)

@@ -1,10 +1,12 @@
-"""A worker in the manner of verl's and prime-rl's: torch's words, weights out by ``full_tensor``, phases."""
+"""A worker in the manner of verl's and prime-rl's: torch's words, weights out by ``full_tensor``, phases, packing."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
+import shardkit
 from shardkit.torch_fsdp2 import fully_shard
 from tests.pools import rank_pool
 
@@ -127,3 +130,67 @@ def test_phases_of_a_worker_beside_fsdp2() -> None:
     pool = rank_pool(2)
     for ours, theirs in zip(pool.run(_worked, True), pool.run(_worked, False), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------ sequences of different lengths, packed by tokens
+BUDGET = 16
+
+
+def _rollouts(step: int, rank: int) -> list[tuple[torch.Tensor, float]]:
+    """What was sampled: sequences and advantages; in one step one rank has got nothing."""
+    draw = random.Random(10 * step + rank)
+    found = [(draw.randint(2, 12), draw.uniform(-1, 1)) for _ in range(draw.randint(2, 9))]
+    start = draw.randrange(WORDS)
+    return [] if (step, rank) == (1, 0) else [((torch.arange(n) + start) % WORDS, a) for n, a in found]
+
+
+def _packed(rollouts: list[tuple[torch.Tensor, float]]) -> list[list[tuple[torch.Tensor, float]]]:
+    """As many as fit into a micro-batch, first fit, whose number ranks don't agree on (verl's dynamic batches do)."""
+    batches: list[list[tuple[torch.Tensor, float]]] = []
+    for item in rollouts:
+        rooms = (b for b in batches if sum(len(w) for w, _ in b) + len(item[0]) <= BUDGET)
+        batch = next(rooms, None)
+        if batch is None:
+            batches.append(batch := [])
+        batch.append(item)
+    return batches
+
+
+def _loss(actor: nn.Module, batch: list[tuple[torch.Tensor, float]]) -> tuple[torch.Tensor, int]:
+    """The mean over predicted tokens of sequences in a row, none of which predicts the next one's first."""
+    words = torch.cat([w for w, _ in batch])
+    mask = torch.cat([(torch.arange(len(w)) < len(w) - 1).float() * a for w, a in batch])
+    tokens = len(words) - len(batch)
+    chosen = actor(words).log_softmax(-1)[:-1].gather(-1, words[1:, None]).squeeze(-1)
+    return -(chosen * mask[:-1]).sum() / tokens, tokens
+
+
+def _trained_on_packed(rank: int, once: bool) -> None:
+    torch.manual_seed(7)
+    plain, actor = Policy().double(), Policy().double()
+    actor.load_state_dict(plain.state_dict())
+    for part in (*actor.layers, [actor.norm, actor.head], actor):
+        fully_shard(part)
+    optimizer, truth = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (actor, plain))
+    for step in range(4):
+        with shardkit.uneven(actor, once=once) as work:
+            for batch in _packed(_rollouts(step, rank)):
+                loss, tokens = _loss(actor, batch)
+                work.weighted(loss, tokens).backward()
+        everything = [item for r in range(2) for item in _rollouts(step, r)]
+        _loss(plain, everything)[0].backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (actor, plain)]
+        assert isinstance(norms[0], DTensor)
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-10, atol=0)
+        for each in (optimizer, truth):
+            each.step()
+            each.zero_grad()
+    options = StateDictOptions(full_state_dict=True)
+    torch.testing.assert_close(
+        get_model_state_dict(actor, options=options), dict(plain.state_dict()), rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_packed_sequences_beside_one_process(once: bool) -> None:
+    rank_pool(2).run(_trained_on_packed, once)

@@ -67,10 +67,10 @@ def _loss(model: nn.Module, seed: int, width: int = WIDTH) -> torch.Tensor:
 class _Pair:
     """A sharded model and one process that sees what all ranks see."""
 
-    def __init__(self, rank: int, wrap: str, again: bool, world_size: int) -> None:
+    def __init__(self, rank: int, wrap: str, again: bool, world_size: int, frozen: Any = "keep") -> None:
         self.rank, self.world_size = rank, world_size
         self.plain = Stack()
-        self.model = _sharded(Stack(again), wrap, reshard=ReshardPolicy(frozen="keep"))
+        self.model = _sharded(Stack(again), wrap, reshard=ReshardPolicy(frozen=frozen))
         self.optimizers = [self._adam(m) for m in (self.plain, self.model)]
 
     def _adam(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -91,8 +91,8 @@ class _Pair:
         torch.testing.assert_close(found, dict(self.plain.state_dict()), rtol=0, atol=2e-6)
 
 
-def _kept(rank: int, wrap: str, again: bool, world_size: int) -> None:
-    pair = _Pair(rank, wrap, again, world_size)
+def _kept(rank: int, wrap: str, again: bool, world_size: int, frozen: Any) -> None:
+    pair = _Pair(rank, wrap, again, world_size, frozen)
     pair.step(0)
     trained = sum(p.numel() for p in pair.plain.parameters() if p.requires_grad) * 4
     with OperationCounter(world_size) as counter:
@@ -123,10 +123,11 @@ def _kept(rank: int, wrap: str, again: bool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
-def test_frozen_values_stay_and_are_right(wrap: str) -> None:
-    rank_pool(2).run(_kept, wrap, wrap == "fully_shard", 2)
+@pytest.mark.parametrize("frozen", ["keep", "host"])
+def test_frozen_values_stay_and_are_right(wrap: str, frozen: str) -> None:
+    rank_pool(2).run(_kept, wrap, wrap == "fully_shard", 2, frozen)
     if wrap == "FSDP":
-        rank_pool(3).run(_kept, wrap, True, 3)
+        rank_pool(3).run(_kept, wrap, True, 3, frozen)
 
 
 def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -147,11 +148,11 @@ def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
 
 def test_frozen_values_of_classes_with_an_all_gather_of_their_own_stay_too() -> None:
     pool = rank_pool(2)
-    for (sent, trained), (kept, same) in zip(
-        pool.run(_packed, "reshard"), pool.run(_packed, "keep"), strict=True
-    ):
-        torch.testing.assert_close(trained, same, rtol=0, atol=0)
-        assert sent == 0 or sent - kept >= LAYERS * 32 * 32 / 2  # of a byte each
+    given_back = pool.run(_packed, "reshard")
+    for frozen in ("keep", "host"):
+        for (sent, trained), (kept, same) in zip(given_back, pool.run(_packed, frozen), strict=True):
+            torch.testing.assert_close(trained, same, rtol=0, atol=0)
+            assert sent == 0 or sent - kept >= LAYERS * 32 * 32 / 2  # of a byte each
 
 
 def _given_back(rank: int) -> None:
@@ -170,6 +171,18 @@ def _given_back(rank: int) -> None:
     # where ranks have streams, other threads issue, and the counter has nothing
     assert before.sent == 0 or after.sent - before.sent >= 0.9 * (LAYERS + 1) * WIDTH * WIDTH * 4 / 2
     pair.compare()
+
+
+def _on_the_host(rank: int) -> None:
+    """Nothing of them is on the device between uses, nor sent between forward and backward over a mesh of ranks."""
+    model = _sharded(Stack(), "fully_shard", reshard=ReshardPolicy(1, frozen="host"))
+    for step in range(2):
+        _loss(model, step).backward()
+    held = [flat for state in sharding_of(model)._state.states() for flat in state.flats if not flat.trains]
+    assert all(f.host is not None and f.gathered.untyped_storage().nbytes() == 0 for f in held)
+    assert [unit.on_host for unit in summary(model).units] == ["", *["what is frozen"] * (LAYERS + 1)]
+    sharding_of(model).reshard_frozen()
+    assert all(f.host is None for f in held)
 
 
 def _held(rank: int) -> None:
@@ -212,5 +225,6 @@ def test_frozen_values_that_change_unseen() -> None:
 
 def test_frozen_values_are_given_back_on_request() -> None:
     rank_pool(2).run(_given_back)
-    with pytest.raises(ConfigurationError, match="'reshard' or 'keep'"):
-        ReshardPolicy(frozen="host")  # type: ignore[arg-type]
+    rank_pool(2).run(_on_the_host)
+    with pytest.raises(ConfigurationError, match="'reshard', 'keep' or 'host'"):
+        ReshardPolicy(frozen="disk")  # type: ignore[arg-type]

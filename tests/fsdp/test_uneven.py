@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit import ConfigurationError, LifecycleError, ShardedDDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import RankFailedError
+from shardkit.torch_fsdp2 import fully_shard as torch_words
 from tests.border.strategies import heard
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
@@ -68,20 +70,20 @@ def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _train(rank: int, way: str, counts: list[list[int]], local: bool, weighted: bool) -> list[str]:
+def _train(rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool) -> list[str]:
     with heard(logging.WARNING) as lines:
-        _compare(rank, way, counts, local, weighted)
+        _compare(rank, way, counts, meeting, weighted)
         return lines.copy()
 
 
-def _compare(rank: int, way: str, counts: list[list[int]], local: bool, weighted: bool) -> None:
+def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool) -> None:
     plain = Net()
     truth = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = _sharded(way)
     for step, per_rank in enumerate(counts):
-        with shardkit.uneven(model) as work:
+        with shardkit.uneven(model, once=meeting == "once") as work:
             inside: Any = sharding_of(model).no_sync() if way != "ShardedDDP" else model.no_sync()
-            with inside if local else contextlib.nullcontext():
+            with inside if meeting == "no_sync" else contextlib.nullcontext():
                 for k in range(per_rank[rank]):
                     loss = _loss(model, 1000 * step + 10 * k + rank)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
@@ -112,14 +114,16 @@ def test_any_number_of_micro_batches_is_one_process(way: str) -> None:
     for world_size in (2, 3):
         pool = rank_pool(world_size)
         assert not any(
-            pool.run(_train, way, [[0, *[2] * (world_size - 1)], *_counts(world_size, 1)], False, True)
+            pool.run(_train, way, [[0, *[2] * (world_size - 1)], *_counts(world_size, 1)], "each", True)
         )
-        assert not any(pool.run(_train, way, _counts(world_size, world_size), True, False))
-    rank_pool(1).run(_train, way, [[2], [0], [1]], False, True) if way == "FSDP" else None
+        meeting = "no_sync" if world_size == 2 else "once"
+        assert not any(pool.run(_train, way, _counts(world_size, world_size), meeting, world_size == 3))
+    rank_pool(1).run(_train, way, [[2], [0], [1]], "each", True) if way == "FSDP" else None
 
 
 def test_replicas_have_different_numbers_too() -> None:
-    rank_pool(4).run(_train, "hybrid", [[0, 0, 2, 1], *_counts(4, 5)], False, False)
+    for meeting in ("each", "once"):
+        rank_pool(4).run(_train, "hybrid", [[0, 0, 2, 1], *_counts(4, 5)], meeting, False)
 
 
 def _drawn_steps(rank: int, seed: int) -> None:
@@ -128,7 +132,7 @@ def _drawn_steps(rank: int, seed: int) -> None:
     world_size = 2 + seed % 7
     for way in draw.sample(["FSDP", "fully_shard", "ShardedDDP"], 2):
         counts = [[draw.choice((0, 0, 1, 1, 2, 5)) for _ in range(world_size)] for _ in range(3)]
-        _compare(rank, way, counts, draw.random() < 0.3, draw.random() < 0.5)
+        _compare(rank, way, counts, draw.choice(("each", "no_sync", "once")), draw.random() < 0.5)
 
 
 def test_drawn_steps_on_simulated_ranks() -> None:
@@ -171,19 +175,22 @@ def test_with_whole_parameters_clipping_and_a_loss_scale() -> None:
     rank_pool(2).run(_whole_parameters)
 
 
-def _costs(rank: int) -> float:
+def _costs(rank: int) -> list[float]:
     model, _ = _sharded("FSDP")
-    for _ in range(2):
-        with OperationCounter(2) as counter, shardkit.uneven(model):
+    found = []
+    for once in (False, False, True):
+        with OperationCounter(2) as counter, shardkit.uneven(model, once=once):
             for k in range(2 * rank):
                 _loss(model, k).backward()
         model.zero_grad()
-    return counter.sent
+        found.append(counter.sent)
+    return found[1:]
 
 
 def test_a_rank_that_is_through_sends_what_others_send() -> None:
-    idle, busy = rank_pool(2).run(_costs)
+    (idle, idle_once), (busy, busy_once) = rank_pool(2).run(_costs)
     assert idle == pytest.approx(busy, abs=200)  # and some words on the control channel
+    assert idle_once == busy_once < 0.45 * busy  # one gather and one reduction in place of four and two
 
 
 def _two_backwards(call: Any) -> None:
@@ -219,6 +226,26 @@ def _refused(rank: int) -> None:
 
 def test_what_is_refused() -> None:
     rank_pool(2).run(_refused)
+    rank_pool(2).run(_refused_inside)
+
+
+def _refused_inside(rank: int) -> None:
+    model, _ = _sharded("FSDP")
+    other = fully_shard(Net())
+    for once in (False, True):
+        with shardkit.uneven(model, once=once), pytest.raises(LifecycleError, match="inside of another"):
+            shardkit.uneven(other, once=not once).__enter__()
+    in_order = fully_shard(Net(), reduce=shardkit.ReducePolicy(order="fixed"))
+    with pytest.raises(LifecycleError, match=r'once=True\) with order="fixed"'):
+        shardkit.uneven(in_order, once=True).__enter__()
+    with pytest.raises(LifecycleError, match=r"1 calls of .* 0 backwards"), shardkit.uneven(model, once=True):
+        _loss(model, 0) + _loss(model, 0)
+    ddp, _ = _sharded("ShardedDDP")
+    with shardkit.uneven(ddp):
+        with torch.no_grad():
+            _loss(ddp, 0)  # meets nobody
+        for _ in range(rank):
+            _loss(ddp, 0).backward()
 
 
 class Branches(nn.Module):
@@ -272,6 +299,54 @@ def _in_parts(rank: int, way: str) -> None:
     for name, value in values:
         if "norm" not in name:
             torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-9, atol=1e-9)
+
+
+def _on_its_own(rank: int) -> None:
+    """Ranks run other layers than others, evaluate, and train a second model; they meet once a step."""
+    plain, found = Branches(), Branches()
+    for each in (found.silent, *found.branches, found):
+        fully_shard(each)
+    plain_other, other = Net(), Net()
+    for each in (other.blocks, other.frozen):
+        torch_words([*each] if each is other.blocks else each)
+    torch_words(other, ignored_params={other.head.weight})
+    for step, per_rank in enumerate([[0, 3], [2, 1], [0, 0], [1, 4]]):
+        with shardkit.uneven(found, once=True), shardkit.uneven(other, once=True) as work:
+            for k in range(per_rank[rank]):
+                found.which, seed = (rank + k) % 2, 1000 * step + 10 * k + rank
+                _loss(found, seed).backward()
+                with torch.no_grad():
+                    _loss(other, seed)
+                work.weighted(_loss(other, seed), 1 + k).backward()
+        every = [(r, k) for r, n in enumerate(per_rank) for k in range(n)]
+        for r, k in every:
+            plain.which, seed = (r + k) % 2, 1000 * step + 10 * k + r
+            (_loss(plain, seed) / len(every)).backward()
+            ((1 + k) / sum(1 + k for _, k in every) * _loss(plain_other, seed)).backward()
+        if (own := other.head.weight.grad) is not None or any(
+            per_rank
+        ):  # this rank's own, as after a plain step
+            own = torch.zeros_like(other.head.weight) if own is None else own
+            dist.all_reduce(own)
+            other.head.weight.grad = own / 2
+        for model in (found, other, plain, plain_other):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    found.which = 0
+    with shardkit.uneven(found):  # ranks are in step again
+        for _ in range(2 * rank):
+            _loss(found, 5).backward()
+    _loss(plain, 5).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    torch.testing.assert_close(sharding_of(found).clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0.0)
+    for model, truth in ((found, plain), (other, plain_other)):
+        for name, value in sharding_of(model).export():
+            if "norm" not in name:
+                torch.testing.assert_close(value, truth.get_parameter(name), rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_meet_once_do_what_they_like() -> None:
+    rank_pool(2).run(_on_its_own)
 
 
 def test_steps_in_parts() -> None:

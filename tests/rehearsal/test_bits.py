@@ -40,5 +40,5 @@ def test_the_first_bit_that_differs_is_told(strategy: str) -> None:
     assert str(report) == "the same bits on 1, 2, 3 ranks: losses and parameters of 3 steps"
     assert "no optimizer has made a step" in str(rehearse_bits(lambda rank: None, (1, 2)))
     [two, three] = rehearse_bits(lambda rank: _in_order(rank, strategy, None), (1, 2, 3)).partings
-    assert two.startswith("2 ranks and 1 part at step 0, parameter '0.weight', element ")
-    assert three.startswith("3 ranks and 1 part at step 0, parameter '0.weight', element ")
+    assert two.startswith("2 ranks and 1 part at step 0, value of 0.weight, element ")
+    assert three.startswith("3 ranks and 1 part at step 0, value of 0.weight, element ")

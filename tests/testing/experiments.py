@@ -64,6 +64,33 @@ def wrong() -> Experiment:
     return Experiment(_hooked, batch, loss)
 
 
+class Plain(nn.Module):
+    """Without statistics, which a fixed order refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 7), nn.Linear(7, 1)])
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.drop(torch.tanh(self.blocks[0](x))))
+
+
+def in_order() -> Experiment:
+    return Experiment(Plain, batch, loss, torch.optim.AdamW, {"lr": 0.1}, wrap=units, clip=0.5)
+
+
+def _last_bit() -> nn.Module:
+    model = Plain()
+    if torch.distributed.get_world_size() > 1:
+        model.blocks[1].register_full_backward_pre_hook(lambda m, g: (g[0] * (1 + 2**-23),))
+    return model
+
+
+def not_in_order() -> Experiment:
+    return Experiment(_last_bit, batch, loss)
+
+
 def _weights_of_fairscale() -> nn.Module:
     """Written for fairscale: it wraps its own parts."""
     from fairscale.nn import checkpoint_wrapper, wrap

@@ -12,7 +12,7 @@ from shardkit.tools.cli import main
 from shardkit.tools.verify import Experiment, Tolerance, Verifier, verify
 from shardkit.tools.verify.experiment import load_experiment
 from shardkit.tools.verify.on_ranks import Strategy
-from tests.testing.experiments import broken, for_fairscale, right, wrong
+from tests.testing.experiments import broken, for_fairscale, in_order, not_in_order, right, wrong
 
 HERE = Path(__file__).with_name("experiments.py")
 
@@ -68,6 +68,18 @@ def test_fully_shard_that_goes_wrong(verifier: Verifier) -> None:
     assert "fairscale has no fully_shard: not compared with it" in str(report)
 
 
+@pytest.mark.parametrize("strategy", ["sharded_ddp", "fsdp", "fully_shard"])
+def test_bits(verifier: Verifier, strategy: Strategy) -> None:
+    """On two ranks they are one's; a factor of 1 + 2**-23 is told by its first element."""
+    report = verifier.verify(in_order, strategy=strategy, bits=True)
+    assert "shardkit agrees with one process to the bit" in str(report)
+    assert "fairscale has no fixed order of sums: not compared with it" in str(report)
+    (side,) = verifier.verify(not_in_order, strategy=strategy, bits=True).sides
+    assert side.parting is not None
+    assert side.parting.what.startswith("gradient of blocks.0.weight, element ")
+    assert 0.0 < side.parting.gap < 1e-6
+
+
 def test_what_counts_as_the_same_can_be_told(verifier: Verifier) -> None:
     assert verifier.verify(wrong, strategy="sharded_ddp", steps=1, tolerance=Tolerance(10.0, 10.0)).agrees
 
@@ -107,6 +119,8 @@ def test_arguments(verifier: Verifier) -> None:
         verifier.verify(right, strategy="ddp")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="at least 1"):
         verifier.verify(right, steps=0)
+    with pytest.raises(ConfigurationError, match="no fixed order; take sharded_ddp"):
+        verifier.verify(in_order, strategy="oss", bits=True)
     with pytest.raises(ConfigurationError, match="world_size must be at least 1, got 0"):
         verify(right, world_size=0)
 

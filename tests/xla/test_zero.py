@@ -15,7 +15,7 @@ from torch import nn
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
-from shardkit.xla.reducing_oss import rows_of
+from shardkit.xla.rows import rows_of
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer as Ours
 from tests.backends.environments import environments
 from tests.pools import rank_pool

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardkit.backend import Group, backend_for
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
+from shardkit.pipeline.batch_norm import replace_batch_norms
 from shardkit.types import Context, ProcessGroup, Tree
 from shardkit.wrapping.activations import is_recomputing, once
 
@@ -38,13 +39,13 @@ def _reduced_dims(input: torch.Tensor) -> list[int]:
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[C] -> [1, C, 1, ...], to be used beside an input."""
+    """Views [C] as [1, C, 1, ...], to be used beside an input."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 @torch.no_grad()
 def batch_statistics(input: torch.Tensor, group: Group) -> Statistics:
-    """Mean and variance of each channel over all ranks; every rank calls it, also with an empty batch.
+    """Returns mean and variance of each channel over all ranks; every rank calls it, also with an empty batch.
 
     One collective: each rank's mean and variance, which are combined with Chan's formula. E[x²] - E[x]², which sums
     alone would give, loses all digits where the mean is large.
@@ -202,30 +203,12 @@ class SyncBatchNorm(nn.BatchNorm2d):
         Returns:
             The module, or its replacement if it is a batch norm itself.
         """
-        return _converted(cls, module, process_group, {})
 
+        def make(old: _BatchNorm) -> SyncBatchNorm:
+            options = old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats
+            made = cls(*options, process_group=process_group)
+            if hasattr(old, "qconfig"):
+                made.qconfig = old.qconfig
+            return made
 
-def _converted(
-    cls: type[SyncBatchNorm], module: nn.Module, process_group: ProcessGroup, done: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    if module in done:
-        return done[module]
-    made = module
-    if isinstance(module, _BatchNorm):
-        made = cls(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group=process_group,
-        )
-        made._parameters.update(module._parameters)
-        made._buffers.update(module._buffers)
-        made.train(module.training)
-        if hasattr(module, "qconfig"):
-            made.qconfig = module.qconfig
-    done[module] = made
-    for name, child in list(module.named_children()):
-        made.add_module(name, _converted(cls, child, process_group, done))
-    return made
+        return replace_batch_norms(module, make)

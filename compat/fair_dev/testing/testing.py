@@ -22,12 +22,12 @@ from torch.multiprocessing.spawn import spawn
 
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
-from shardkit.nn.model_parallel.initialize import (
+from shardkit.model_parallel.groups import (
     destroy_model_parallel,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
 from shardkit.types import AnyCallable, Args, Tree
 
 filename_mpi: str | None = None
@@ -37,7 +37,7 @@ _redirected = redirected_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Redirected names, and the marks that skip tests: made when asked for, since all else works without pytest."""
+    """Makes redirected names, and marks that skip tests, when asked for, since all else works without pytest."""
     devices = torch.accelerator.device_count()
     conditions: dict[str, tuple[bool, str]] = {
         "skip_if_cuda": (devices > 0, "runs on the CPU only, to save time"),
@@ -112,7 +112,7 @@ def objects_are_equal(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> bool:
-    """Whether nested containers hold equal values, and tensors that are close and equal in shape, dtype and device.
+    """Says whether nested containers hold equal values, and tensors that are close, of one shape, dtype and device.
 
     Args:
         raise_exception: raise where they differ.
@@ -192,7 +192,7 @@ def dump_all_tensors(rank: int) -> None:
 
 
 def find_tensor_by_shape(target_shape: tuple[int, ...], only_param: bool = True) -> bool:
-    """Whether a tensor of this shape is alive.
+    """Says whether a tensor of this shape is alive.
 
     Args:
         only_param: look at parameters only.
@@ -204,7 +204,7 @@ def find_tensor_by_shape(target_shape: tuple[int, ...], only_param: bool = True)
 
 # ------------------------------------------------------------ processes
 def make_cudnn_deterministic() -> None:
-    """cuDNN and matrix products give the same bits each time: no autotuning, no TF32."""
+    """Makes cuDNN and matrix products give the same bits each time: no autotuning, no TF32."""
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
@@ -259,25 +259,20 @@ def rmf(filename: str) -> None:
 @contextlib.contextmanager
 def temp_files_ctx(num: int) -> Iterator[tuple[str, ...]]:
     """Makes that many empty temporary files, which are deleted afterwards."""
-    names = []
-    for _ in range(num):
-        handle, name = tempfile.mkstemp()
-        os.close(handle)
-        names.append(name)
-    try:
-        yield tuple(names)
-    finally:
-        for name in names:
-            rmf(name)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(k)) for k in range(num)]
+        for file in files:
+            file.touch()
+        yield tuple(map(str, files))
 
 
 def get_worker_map() -> dict[int, str]:
-    """Rank -> its name for torch.distributed.rpc."""
+    """Returns each rank's name for torch.distributed.rpc."""
     return {rank: f"Test{rank}" for rank in range(dist.get_world_size())}
 
 
 def get_world_sizes() -> list[int]:
-    """1, 2, 4 and 8, as far as there are devices: none without an accelerator."""
+    """Lists 1, 2, 4 and 8, as far as there are devices: none without an accelerator."""
     return [n for n in (1, 2, 4, 8) if n <= torch.accelerator.device_count()]
 
 
@@ -326,7 +321,7 @@ def worker_process(
     args: Args,
     error_queue: SimpleQueue[str],
 ) -> None:
-    """A rank of :func:`torch_spawn`: with process groups and model parallelism of pipelines, calls ``func(*args)``."""
+    """Calls ``func(*args)`` in a rank of :func:`torch_spawn`, with process groups and pipelines' model parallelism."""
     if not dist_init(rank, world_size, filename, filename_rpc):
         teardown()
         return

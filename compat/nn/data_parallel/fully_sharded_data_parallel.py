@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardkit.backend import backend_of_job
-from shardkit.backends.checked_group import size_of
+from shardkit.backend import backend_of_job, size_of
 from shardkit.backends.imagined import RanksInName
-from shardkit.compat.redirected import redirected, redirected_names
+from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError, without_arguments
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
@@ -26,13 +25,6 @@ from shardkit.types import Args, Kwargs, ProcessGroup, StateDict, Tree
 from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
 
 __getattr__ = redirected_names(__name__)
-
-
-OffloadConfig = redirected(
-    "nn.data_parallel.fully_sharded_data_parallel.OffloadConfig",
-    "FullyShardedDataParallel(move_params_to_cpu=True)",
-    why="fairscale itself dropped it in 0.4.11",
-)
 
 
 # What the wrapper shows as it was passed.
@@ -191,7 +183,7 @@ class FullyShardedDataParallel(FairscaleFacts):
             yield (name if self.flatten_parameters and self._state.summoned is None else clean(name)), param
 
     def extra_repr(self) -> str:
-        """World size and the main options."""
+        """Shows world size and the main options."""
         text = (
             f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
             f"mixed_precision={self.mixed_precision}, "

@@ -9,17 +9,22 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group
+from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.flat_values import EachAlone
-from shardkit.fsdp.state import Options
+from shardkit.fsdp.state import INNER, OUTER, Options, clean
+from shardkit.fsdp.state_dict import loading_own
+from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
+from shardkit.layout import ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
 from shardkit.torch_fsdp.start_values import materialize, move_buffers
+from shardkit.torch_seams.module_versions import versions_of
 from shardkit.types import StateDict, Tree
-from shardkit.xla.fsdp.padded_shards import PaddedCut, ShardHolder
+from shardkit.xla.fsdp.padded_shards import Entries, PaddedCut, Shard, empty_entries
 from shardkit.xla.ranks import current_backend, group_among
 
-from .state_dict_utils import ShardMetadata
+from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
 from .wrap import recursive_wrap
 
 __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]
@@ -29,7 +34,7 @@ _NOT_HANDED_ON = ("self", "module", "__class__", "auto_wrap_policy", "auto_wrapp
 _SHOWN = ("optimization_barrier_in_forward", "optimization_barrier_in_backward", "coalesce_all_gather_ops")
 
 
-class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
+class XlaFullyShardedDataParallel(FullyShardedDataParallel):
     """torch_xla's FSDP: see :class:`shardkit.FSDP` for what it does. Rank 0's initial values count.
 
     ``state_dict()`` is this rank's part of the model, under torch_xla's names and with its padding. Together with
@@ -65,6 +70,9 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
         ConfigurationError: wrapped already; no forward; ``sharding_groups`` without or against the place in it; a
             dtype that is no float; a ``_debug_dummy_...`` option, whose results would be wrong.
     """
+
+    _shards: list[Shard]
+    _listed_again: dict[str, str]  # other paths of a weight, and its first
 
     def __init__(
         self,
@@ -147,6 +155,37 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
             move_buffers(self.module, device)
 
     # ------------------------------------------------------------ shards
+    def _hold_shards(self, cut: PaddedCut) -> None:
+        """Takes note of the wrapper's own shards, once they are cut; those of trainable parameters come first."""
+        flatten = self._state.options.flatten
+        flats = sorted(self._state.listings, key=lambda f: flatten and not f.param.requires_grad)
+        self._shards = []
+        for index, flat in enumerate(flats):
+            if flatten:
+                size = torch.Size([flat.layout.numel])
+                listed, original = OUTER + flat.places[0].name, f"{FLAT}{index}"
+            else:
+                size = flat.originals[0].shape
+                listed = original = INNER + flat.names[0]
+            rows = size[1:] if cut.by_rows and size else None
+            whole = ShardLayout(flat.layout.numels, flat.layout.world_size, cut.unit_of(size))
+            self._shards.append(Shard(flat, listed, original, size, rows, whole.shard_numel))
+        # nn.Module lists a shard in all places of a weight, and state dicts have it once
+        shared = {} if flatten else {INNER + name: INNER + first for first, name in self._state.shared_paths}
+        self._listed_again = shared
+        self.register_load_state_dict_post_hook(end_loading_shards)
+
+    def _holders(self, every_name: bool = False) -> Iterator[tuple[str, XlaFullyShardedDataParallel]]:
+        """Lists path and object of this wrapper and those below."""
+        for path, m in self.named_modules(remove_duplicate=not every_name):
+            if isinstance(m, XlaFullyShardedDataParallel):
+                yield path, m
+
+    def _named_shards(self, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
+        for path, m in self._holders() if recurse else [("", self)]:
+            for shard in m._shards:
+                yield (f"{path}.{shard.name}" if path else shard.name), shard.flat.param
+
     def _adapted(self, options: Options) -> Options:
         layout = self._cut.layout if options.flatten else EachAlone(self._cut.layout)
         return replace(options, layout=layout, mark_step=self.sync_on_finalization)
@@ -158,7 +197,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     @property
     def full_params(self) -> list[nn.Parameter]:
-        """The parameters of the module that this wrapper shards, one by one (also if they are flattened).
+        """Lists the parameters of the module that this wrapper shards, one by one (also if they are flattened).
 
         ``_has_full_param`` of each says whether it is gathered.
         """
@@ -166,7 +205,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     @property
     def full_param_infos(self) -> list[tuple[str, nn.Module, str]]:
-        """Path of the module, module and attribute of each of :attr:`full_params`."""
+        """Lists path of the module, module and attribute of each of :attr:`full_params`."""
         paths = {m: path for path, m in self.named_modules()}
         firsts = [original.places[0] for shard in self._shards for original in shard.flat.originals]
         return [(paths[place.module], *place) for place in firsts]
@@ -177,7 +216,11 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Shards of this wrapper and those below, with the paths of their parameters in the wrapped module."""
-        return self._original_names()
+        return [
+            (clean(f"{path}.{shard.original}" if path else shard.original), shard.flat.param)
+            for path, m in self._holders()
+            for shard in m._shards
+        ]
 
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -196,12 +239,87 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel, ShardHolder):
 
     # ------------------------------------------------------------ checkpoints
     def get_shard_metadata(self) -> ShardMetadata:
-        """Returns what consolidation needs to know; save it beside ``state_dict()``."""
-        return self._shard_metadata()
+        """Returns what consolidation needs to know; save it beside ``state_dict()``.
 
-    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Returns this rank's shards, and all buffers."""
-        return self._shard_state_dict(*args, **kwargs)
+        Weights with several names are in ``shared_info``, if there are any.
+        """
+        group = self._state.group
+        found: ShardMetadata = {
+            "shard_info": {},
+            "flatten_info": {},
+            "buffer_info": {},
+            "world_size": group.world_size,
+            "rank": group.rank,
+        }
+        shared: dict[str, str] = {}
+        for path, m in self._holders(every_name=True):
+            path = in_state_dict(path)
+            infos: dict[str, ShardInfo] = {}
+            found["shard_info"][path] = infos
+            before = f"{path}." if path else ""
+            for s in m._shards:
+                infos[s.name] = {"_orig_size": s.size, "_orig_name": s.original}
+                if m._state.options.flatten:
+                    names = [f"_fpw_module.{n}" for n in s.flat.names]
+                    shapes = [original.shape for original in s.flat.originals]
+                    found["flatten_info"][before + s.original] = names, shapes, list(s.flat.layout.numels)
+            for source, name in m._state.shared_paths:
+                shared[clean(before + name)] = clean(before + source)
+            dtypes = {id(at._buffers.get(n)): dtype for (at, n), dtype in m._state.buffer_dtypes.items()}
+            for name, buffer in m.named_buffers():
+                if id(buffer) in dtypes:
+                    info: BufferInfo = {"_orig_dtype": dtypes[id(buffer)]}
+                    found["buffer_info"][in_state_dict(before + name)] = info
+        if shared:
+            found["shared_info"] = shared
+        found["run_id"], found["backwards"] = self._state.run_id, self._state.unit.backwards
+        return found
+
+    def state_dict(
+        self, destination: Entries | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> Tree:
+        """Returns this rank's shards, and all buffers; arguments as of ``nn.Module.state_dict``."""
+        if destination is None:
+            destination = empty_entries()
+        found = empty_entries()
+        with collecting():
+            nn.Module.state_dict(self, destination=found, prefix=prefix, keep_vars=keep_vars)
+        for shard in self._shards:
+            value = found.pop(prefix + shard.listed, None)
+            if value is not None:
+                destination[prefix + shard.name] = shard.saved(value)
+        for key, value in found.items():
+            if key[len(prefix) :] not in self._listed_again:
+                destination[prefix + in_state_dict(key[len(prefix) :])] = value
+        versions = versions_of(destination)
+        if versions is not None:
+            versions.update(versions_of(found) or {})
+        return destination
+
+    def _load_from_state_dict(
+        self, state_dict: Entries, prefix: str, *args: object, **kwargs: object
+    ) -> None:
+        is_local = self._take_saved_names(state_dict, prefix)
+        with loading_own(self._state, is_local):
+            if is_local:
+                begin_loading_shards(self)
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _take_saved_names(self, entries: Entries, prefix: str) -> bool:
+        """Turns saved names into those that nn.Module looks for, in place; whether these are shards at all."""
+        own = {shard.name: shard for shard in self._shards}
+        is_local = any(PREFIX in key for key in entries if key.startswith(prefix))
+        for key in [k for k in entries if k.startswith(prefix)]:
+            rest = key[len(prefix) :]
+            if rest in own:
+                shard = own[rest]
+                entries[prefix + shard.listed] = shard.loaded(entries.pop(key))
+            elif rest.startswith(OUTER) and not rest.startswith((INNER, FLAT)):
+                entries[prefix + INNER + rest[len(OUTER) :]] = entries.pop(key)
+        for again, first in self._listed_again.items():
+            if is_local and prefix + first in entries:
+                entries[prefix + again] = entries[prefix + first]
+        return is_local
 
     # ------------------------------------------------------------ steps
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 
-from shardkit.errors import ConfigurationError, ShardkitError
+from shardkit.errors import ConfigurationError
 
 _DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64",
@@ -72,29 +71,26 @@ def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
     convert.add_argument("--model-only", action="store_true", help="the model's state dict and nothing else")
     convert.add_argument("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
     convert.add_argument(
-        "--buffer", action="append", default=[], metavar="NAME",
+        "--buffer",
+        action="append",
+        default=[],
+        metavar="NAME",
         help="--ranks: a tensor that is a buffer (or a pattern of names), which is not cut",
-    )  # fmt: skip
+    )
     convert.add_argument(
-        "--tied", action="append", default=[], metavar="NAME=OTHER",
+        "--tied",
+        action="append",
+        default=[],
+        metavar="NAME=OTHER",
         help="two names of one weight, as lm_head.weight=model.embed_tokens.weight, where SRC doesn't tell",
-    )  # fmt: skip
+    )
     convert.add_argument(
         "--overwrite", action="store_true", help="DST may be there; it is replaced at the end"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        status = _COMMANDS[options.what](options)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # "| head" has seen enough
-        sys.stderr.close()
-        return 0
-    except (ShardkitError, OSError) as error:
-        print(f"shardkit ckpt {options.what}: {error}", file=sys.stderr)
-        return 2
+    return _COMMANDS[options.what](options)
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -189,7 +185,7 @@ def _print_json(value: object) -> None:
 
 
 def _strict(value: object) -> object:
-    """JSON has no NaN and no infinities: they become texts."""
+    """Makes texts of NaN and infinities, which JSON has not."""
     if isinstance(value, dict):
         return {str(k): _strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

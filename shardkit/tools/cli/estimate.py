@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from typing import TYPE_CHECKING
 
 from shardkit.errors import ConfigurationError
@@ -69,16 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints estimates; status 2 where there is nothing to estimate."""
-    try:
-        _run(options)
-    except ConfigurationError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
+    """Prints estimates."""
     from shardkit.tools import estimate as estimating
     from shardkit.tools.estimate.report import as_data, as_text, in_words, plot, times_as_text
 
@@ -120,6 +110,7 @@ def _run(options: argparse.Namespace) -> None:
                 print(in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
     if options.plot:
         plot(subject, found, options.plot, memory)
+    return 0
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:

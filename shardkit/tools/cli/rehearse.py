@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
-from shardkit.errors import BackendError, ConfigurationError
+from shardkit.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,27 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shardkit.tools.rehearsal import rehearse
 
-    try:
-        sizes = _numbers("--ranks", options.ranks)
-        if options.bits:
-            return _compare_bits(options, sizes)
-        if len(sizes) != 1:
-            raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
-        report = rehearse(
-            options.program,
-            sizes[0],
-            steps=options.steps,
-            arguments=options.arguments,
-            is_module=options.is_module,
-            show=_ranks(options.show, sizes[0]),
-            memory=not options.no_memory,
-            timeout=options.timeout,
-            compare=options.compare,
-            cpu=options.cpu,
-        )
-    except (BackendError, ConfigurationError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    sizes = _numbers("--ranks", options.ranks)
+    if options.bits:
+        return _compare_bits(options, sizes)
+    if len(sizes) != 1:
+        raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
+    report = rehearse(
+        options.program,
+        sizes[0],
+        steps=options.steps,
+        arguments=options.arguments,
+        is_module=options.is_module,
+        show=_ranks(options.show, sizes[0]),
+        memory=not options.no_memory,
+        timeout=options.timeout,
+        compare=options.compare,
+        cpu=options.cpu,
+    )
     print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report.text()}")
     return 0 if report.is_good else 1
 

@@ -19,8 +19,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from shardkit.errors import ConfigurationError
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -36,9 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)"
     )
     parser.add_argument(
-        "--min-ranks", dest="least", type=int, metavar="MIN_RANKS",
+        "--min-ranks",
+        dest="least",
+        type=int,
+        metavar="MIN_RANKS",
         help="ranks on each machine to go on with, when one has failed twice (default: all)",
-    )  # fmt: skip
+    )
     parser.add_argument("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     parser.add_argument(
@@ -52,14 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "three of them; shardkit trace explains it",
     )
     parser.add_argument(
-        "--grace", type=float, default=60, metavar="SECONDS",
+        "--grace",
+        type=float,
+        default=60,
+        metavar="SECONDS",
         help="to save and end after SIGTERM; then a page says where ranks stand, and they are ended (default: 60)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--stuck-after", type=float, default=3600, metavar="SECONDS",
+        "--stuck-after",
+        type=float,
+        default=3600,
+        metavar="SECONDS",
         help="ranks hang when none has made a step of an optimizer or printed anything for so long: that is a failure, "
         "which --restarts answers (default: 3600; 0: never)",
-    )  # fmt: skip
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
@@ -68,23 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shardkit.tools.run import launcher
 
-    try:
-        names = {field.name for field in fields(launcher.RunOptions)}
-        given = {name: value for name, value in vars(options).items() if name in names}
-        given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
-        given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
-        if options.ranks is None:
-            given["ranks"] = _accelerators()
-        return launcher.run(launcher.RunOptions(**given))
-    except ConfigurationError as error:
-        print(f"shardkit run: {error}", file=sys.stderr)
-        return 2
+    names = {field.name for field in fields(launcher.RunOptions)}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
+    given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
+    if options.ranks is None:
+        import torch
 
-
-def _accelerators() -> int:
-    import torch
-
-    return torch.accelerator.device_count() or 1
+        given["ranks"] = torch.accelerator.device_count() or 1
+    return launcher.run(launcher.RunOptions(**given))
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -14,6 +14,8 @@ import sys
 
 from shardkit import compat
 
+RUNS_A_PROGRAM = True
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 
-from .run_as_fairscale import add_arguments, run_program
+from .run_as_fairscale import RUNS_A_PROGRAM, add_arguments, run_program
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["RUNS_A_PROGRAM", "add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-
-from shardkit.errors import ConfigurationError, DamagedFileError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        _run(options)
-    except (ConfigurationError, DamagedFileError, OSError) as error:
-        print(f"shardkit trace: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
     from shardkit.tools.trace.plots import plot
     from shardkit.tools.trace.report import analyse, as_data, as_text
     from shardkit.tracing.recording import write_atomically
@@ -54,3 +42,4 @@ def _run(options: argparse.Namespace) -> None:
         print(json.dumps(as_data(found), indent=1))
     else:
         print(as_text(found))
+    return 0

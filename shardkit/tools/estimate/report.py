@@ -131,9 +131,11 @@ def _over_a_step(axes: Axes, first: Estimate, limit: float | None) -> None:
     if limit is not None:
         axes.axhline(limit / _GIB, color="black", linestyle="--", label="the device's memory")
     axes.set(
-        title=f"{first.strategy}, {first.ranks} ranks, batch {first.batch}", xlabel="operations of a step",
-        ylabel="GiB on the fullest rank", ylim=(0, None),
-    )  # fmt: skip
+        title=f"{first.strategy}, {first.ranks} ranks, batch {first.batch}",
+        xlabel="operations of a step",
+        ylabel="GiB on the fullest rank",
+        ylim=(0, None),
+    )
     axes.legend(loc="upper left")
 
 

@@ -141,8 +141,11 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     moments = [v for entry in inner.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
     return {
-        "parameters": params, "gathered": gathered, "gradients": [*gradients, *resized], "optimizer state": moments
-    }  # fmt: skip
+        "parameters": params,
+        "gathered": gathered,
+        "gradients": [*gradients, *resized],
+        "optimizer state": moments,
+    }
 
 
 # ------------------------------------------------------------ subjects
@@ -174,7 +177,7 @@ def from_experiment(
     compute: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
 ) -> Subject:
-    """``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.tools.verify.Experiment`.
+    """Loads ``script.py:name`` or ``package.module:name`` that gives a :class:`shardkit.tools.verify.Experiment`.
 
     Batches get the number of samples that is asked for in the first dimension of each of their tensors.
     """
@@ -256,9 +259,7 @@ def _selective() -> tuple[ContextManager[None], ContextManager[None]]:
     return create_selective_checkpoint_contexts(keeps)  # type: ignore[no-any-return]
 
 
-_CHECKPOINTING: dict[str | bool, Kwargs] = {
-    True: {}, "full": {}, "selective": {"context_fn": _selective}
-}  # fmt: skip
+_CHECKPOINTING: dict[str | bool, Kwargs] = {True: {}, "full": {}, "selective": {"context_fn": _selective}}
 
 
 def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:

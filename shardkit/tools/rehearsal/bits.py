@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from shardkit.optimizers.shards import changed_by_steps, listing_of
 from shardkit.torch_seams.dtensors import local_of
 from shardkit.torch_seams.marked_tensors import as_plain
 
+from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
 from .report import Report
 from .running import rehearse
 
@@ -77,7 +78,7 @@ def rehearse_bits(
     """
     reports: dict[int, Report] = {}
     partings: list[str] = []
-    first: list[dict[str, torch.Tensor]] = []
+    first: Trace = []
     for size in ranks:
         taken: list[list[Parts]] = [[] for _ in range(size)]
 
@@ -88,12 +89,17 @@ def rehearse_bits(
             target, size, steps=steps, arguments=arguments, is_module=is_module, show=(), memory=False, timeout=timeout,
             cpu=cpu, after_step=take,
         )  # fmt: skip
-        whole = [_joined(step) for step in zip(*taken, strict=False)]
+        whole = [
+            Moment(_losses(report, k), parameters=_joined(parts))
+            for k, parts in enumerate(zip(*taken, strict=False))
+        ]
         if size == ranks[0]:
             first = whole
         elif report.is_good and reports[ranks[0]].is_good:
-            found = next(_partings(reports[ranks[0]], first, report, whole), None)
-            partings += [] if found is None else [f"{size} ranks and {ranks[0]} part at {found}"]
+            found = first_parting(whole, first, EXACT)
+            partings += (
+                [] if found is None else [f"{size} ranks and {ranks[0]} part at {found}: {found.detail}"]
+            )
     return BitsReport(reports, partings)
 
 
@@ -125,39 +131,15 @@ def parts_of(optimizer: Optimizer) -> Parts:
     return found
 
 
-def _joined(step: Sequence[Parts]) -> dict[str, torch.Tensor]:
+def _joined(step: Sequence[Parts]) -> Tensors:
     """Puts all ranks' parts of a step together."""
-    found: dict[str, torch.Tensor] = {}
+    found: Tensors = {}
     for parts in step:
         for name, (start, numel, values) in parts.items():
             if name not in found:
                 found[name] = values.new_zeros(numel)
             found[name][start : start + len(values)] = values
     return found
-
-
-def _partings(
-    a: Report, of_a: Sequence[dict[str, torch.Tensor]], b: Report, of_b: Sequence[dict[str, torch.Tensor]]
-) -> Iterator[str]:
-    """Yields differences in words, the first of all first; the second run's values stand first."""
-    for step, (before, now) in enumerate(zip(of_a, of_b, strict=False)):
-        theirs, ours = _losses(a, step), _losses(b, step)
-        if len(ours) != len(theirs):
-            yield f"step {step}: {len(ours)} micro-batches and {len(theirs)}"
-        for k, (x, y) in enumerate(zip(ours, theirs, strict=False)):
-            if x != y and not (x != x and y != y):
-                yield f"step {step}, loss of micro-batch {k}: {x!r} and {y!r}"
-        for name in sorted(now.keys() | before.keys(), key=[*now, *before].index):
-            if name not in now or name not in before or now[name].shape != before[name].shape:
-                yield f"step {step}, parameter {name!r}: it is not the same in both"
-                continue
-            own, other = now[name], before[name]
-            differs = (own.view(torch.uint8) != other.view(torch.uint8)).view(len(own), -1).any(1)
-            if differs.any():
-                k = int(differs.int().argmax())
-                yield f"step {step}, parameter {name!r}, element {k}: {own[k].item()!r} and {other[k].item()!r}"
-    if len(of_a) != len(of_b):
-        yield f"the end: {len(of_b)} steps and {len(of_a)}"
 
 
 def _losses(report: Report, step: int) -> list[float]:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
+from shardkit.backends.diagnosis.places import SourceLine
 from shardkit.backends.simulated.group import SimulatedGroup
-from shardkit.backends.simulated.places import SourceLine
+from shardkit.types import StateDict
 
 
 class Sent(NamedTuple):
@@ -66,14 +67,14 @@ class Rank:
     Attributes:
         everyone: carries what concerns all ranks, apart from the script's own groups.
         environment: variables that it has set, or sees otherwise than the process; None: deleted.
-        world: torch.distributed's lists of process groups.
+        world: torch.distributed's lists of process groups, as far as it was asked for them.
         main: the script's module.
     """
 
     number: int
     everyone: SimulatedGroup
     environment: dict[str, str | None]
-    world: SimpleNamespace = field(default_factory=lambda: new_world())
+    world: StateDict = field(default_factory=dict)
     main: ModuleType | None = None
     seen: RankRecord = field(default_factory=RankRecord)
 
@@ -101,7 +102,7 @@ def acting_as(rank: Rank) -> Iterator[None]:
 
 
 def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """``Thread.start`` for which threads that a rank starts belong to it."""
+    """Makes a ``Thread.start`` for which threads that a rank starts belong to it."""
 
     def started(thread: threading.Thread) -> None:
         rank = current()
@@ -116,12 +117,3 @@ def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.T
         start(thread)
 
     return functools.wraps(start)(started)
-
-
-def new_world() -> SimpleNamespace:
-    """Makes what torch.distributed keeps of a process's groups, for one that has none; see torch_world.py."""
-    return SimpleNamespace(
-        default_pg=None, pg_map={}, pg_names={}, pg_group_ranks={}, pg_backend_config={}, group_count=0,
-        tags_to_pg={}, pg_to_tag={}, pg_coalesce_state={}, comms=[],
-        pg_flight_recorder_hooks={},  # from torch 2.15 on
-    )  # fmt: skip

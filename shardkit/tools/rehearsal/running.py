@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 
 from shardkit import backend as backends
-from shardkit.backend import Group, get_backend
-from shardkit.backends.checked_group import is_group
+from shardkit.backend import Group, get_backend, is_group
 from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.diagnosis.places import SourceLine
 from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
-from shardkit.backends.simulated.places import SourceLine
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
@@ -185,7 +184,7 @@ class RehearsalBackend(SimulatedBackend):
         self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
         start_timeout: float | None = None,
     ) -> list[T]:  # fmt: skip
-        """A rank of a rehearsal is started already, so that launch does not come here."""
+        """Refuses: a rank of a rehearsal is started already, so that launch does not come here."""
         raise ConfigurationError(
             "ranks can't be launched from a thread that is no rank while a rehearsal runs"
         )

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,10 +21,11 @@ from shardkit.backends.diagnosis.calls import Call
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
+from shardkit.backends.worlds import worlds_of_ranks
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Tree
+from shardkit.types import StateDict, Tree
 
-from .ranks import Rank, current, new_world
+from .ranks import Rank, current
 
 _C10D: Tree = dist.distributed_c10d
 _BINDINGS: Tree = torch._C._distributed_c10d
@@ -38,32 +38,12 @@ NAMES = (
     "_backend",
     "BackendConfig",
 )
-_DERIVED = {"pg_config_info"}  # what torch computes of the others
 _pending = threading.local()  # line: what the group that is being made communicates over
 
 
-class Worlds:
-    """Stands for torch's ``_world``: shows each rank its own, and every other thread the process's.
-
-    Args:
-        outside: the process's.
-    """
-
-    def __init__(self, outside: object) -> None:
-        object.__setattr__(self, "_outside", outside)
-
-    def _mine(self) -> object:
-        rank = current()
-        return object.__getattribute__(self, "_outside") if rank is None else rank.world
-
-    def __getattr__(self, name: str) -> Tree:
-        mine = self._mine()
-        if name in _DERIVED and isinstance(mine, SimpleNamespace):
-            return getattr(type(object.__getattribute__(self, "_outside")), name).fget(mine)
-        return getattr(mine, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._mine(), name, value)
+def _world_here() -> StateDict | None:
+    rank = current()
+    return None if rank is None else rank.world
 
 
 def check() -> None:
@@ -71,9 +51,6 @@ def check() -> None:
     missing = [name for name in NAMES if not hasattr(_C10D, name)]
     if not hasattr(_BINDINGS, "_set_thread_isolation_mode"):
         missing.append("_set_thread_isolation_mode")
-    if not missing:
-        kept = {name for name, value in vars(type(_C10D._world)).items() if isinstance(value, property)}
-        missing = [f"_World.{name}" for name in sorted(kept - _DERIVED - set(vars(new_world())))]
     if missing:
         raise BackendError(
             f"torch {torch.__version__} keeps its process groups otherwise than a rehearsal knows: "
@@ -84,7 +61,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def torch_worlds(store: SharedStore) -> Iterator[None]:
-    """Inside, ``torch.distributed`` of each rank's thread is that of a process of its own."""
+    """Makes ``torch.distributed`` of each rank's thread that of a process of its own, inside of it."""
     check()
     if _PLUGIN.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_PLUGIN, _create, extended_api=True, devices=["cpu"])
@@ -94,7 +71,7 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
         for module in (dist, sys.modules["torch.distributed.rendezvous"]):  # programs may have it from either
             stack.enter_context(mock.patch.object(module, "rendezvous", meets))
         for name, value in {
-            "_world": Worlds(_C10D._world),
+            "_world": worlds_of_ranks(_world_here),
             "_new_process_group_helper": _helper(_C10D._new_process_group_helper),
             "rendezvous": meets,
             "_default_pg_init_method": _C10D._default_pg_init_method,
@@ -108,8 +85,8 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
 
 
 def leave(rank: Rank) -> None:
-    """The rank's thread ends: it has no groups any more."""
-    if rank.world.default_pg is not None:
+    """Forgets the groups of a rank whose thread ends."""
+    if rank.world.get("default_pg") is not None:
         dist.destroy_process_group()
 
 
@@ -149,8 +126,9 @@ def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
         )
         group = made[0]
         if isinstance(group, ProcessGroupOfThreads):
-            rank.world.pg_map[group] = dist.Backend(backend), rank.world.pg_map[group][1]
-            rank.world.pg_backend_config[group] = str(_C10D.BackendConfig(dist.Backend(backend)))
+            world = _C10D._world
+            world.pg_map[group] = dist.Backend(backend), world.pg_map[group][1]
+            world.pg_backend_config[group] = str(_C10D.BackendConfig(dist.Backend(backend)))
         return made
 
     return helper
@@ -177,7 +155,7 @@ def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
 
 
 def _create(options: Tree, _: object) -> ProcessGroupOfThreads:
-    """Called by torch for each member of a new group."""
+    """Makes a new group; torch calls it for each member."""
     rank = current()
     if rank is None:
         raise ConfigurationError(f"{_PLUGIN!r} serves ranks of a rehearsal only")

@@ -8,7 +8,6 @@ where even this thread can't run (C code that holds the interpreter), a signal m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -20,16 +19,17 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from ...launching.run_folder import Steps
+from ...launching.started import end_with_parent
 
 FILES = "SHARDKIT_RANK_FILES"  # environment variable: path of the rank's files, without their endings
 PIPE = "SHARDKIT_RANK_PIPE"  # environment variable: a named pipe; who opens it asks where the rank stands
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 3  # one that programs don't use
-_PR_SET_PDEATHSIG = 1
-_DIAGNOSIS = "shardkit.backends.diagnosis.stack_report"
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     is_module, arguments = sys.argv[1] == "-m", sys.argv[1:]
     sys.argv = arguments[is_module:]
     program, files = sys.argv[0], Path(os.environ[FILES])
-    _end_with_agent()
+    end_with_parent()
     _answer(files)
     _count_steps(files)
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(program))
@@ -52,13 +52,6 @@ def main() -> None:
     except SystemExit as error:
         _write_down(error)
         raise
-
-
-def _end_with_agent() -> None:
-    """Has the kernel end this process with the one that started it (Linux)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _count_steps(files: Path) -> None:
@@ -80,7 +73,7 @@ def _count_steps(files: Path) -> None:
 
 # ------------------------------------------------------------------ errors
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """Without what has run the program."""
+    """Leaves out what has run the program."""
     first = trace
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -113,27 +106,22 @@ def _answer(files: Path) -> None:
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
     pipe = os.environ.get(PIPE)
     if pipe:
-        importlib.import_module(
-            _DIAGNOSIS
-        )  # now: when it is asked, the rank may be in the middle of an import
-        main_thread = threading.get_ident()
+        # now: when it is asked, the rank may be in the middle of an import
+        describe = importlib.import_module("shardkit.backends.diagnosis.stack_report").describe_thread
+        standing = partial(describe, threading.get_ident())
         threading.Thread(
-            target=_answer_each, args=(pipe, files, main_thread), name="shardkit-where", daemon=True
+            target=_answer_each, args=(pipe, files, standing), name="shardkit-where", daemon=True
         ).start()
 
 
-def _answer_each(pipe: str, files: Path, main_thread: int) -> None:
+def _answer_each(pipe: str, files: Path, standing: Callable[[], str]) -> None:
     with contextlib.suppress(OSError):
         while True:
             with open(pipe, "rb") as asked:
                 asked.read()
             target = f"{files}.where"
-            Path(target + ".new").write_text(_standing(main_thread))
+            Path(target + ".new").write_text(standing())
             os.replace(target + ".new", target)
-
-
-def _standing(thread: int) -> str:
-    return str(importlib.import_module(_DIAGNOSIS).describe_thread(thread))
 
 
 if __name__ == "__main__":

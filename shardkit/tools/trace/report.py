@@ -428,6 +428,7 @@ def tables(found: Analysis) -> list[Table]:
         )
         for rank, busy in found.busy_us.items()
     ]
+    worth_saying = 0.005 * found.step_us * max(1, found.steps)
     late = [
         (
             str(entry.cause.rank),
@@ -437,7 +438,7 @@ def tables(found: Analysis) -> list[Table]:
             entry.collective,
             in_time(entry.worst_us),
         )
-        for entry in _worth(found)
+        for entry in [late for late in found.late if late.total_us > worth_saying][:8]
     ]
     return [
         (
@@ -453,10 +454,6 @@ def tables(found: Analysis) -> list[Table]:
 
 def _if_any(us: float) -> str:
     return in_time(us) if us >= 0.5 else ""
-
-
-def _worth(found: Analysis) -> list[Late]:
-    return [entry for entry in found.late if entry.total_us > 0.005 * found.step_us * max(1, found.steps)][:8]
 
 
 def title(found: Analysis) -> str:

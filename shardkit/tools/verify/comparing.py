@@ -13,7 +13,10 @@ from ...types import StateDict, Tree
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Two values agree where they are within ``absolute + relative * |expected|``, element by element."""
+    """Two values agree where they are within ``absolute + relative * |expected|``, element by element.
+
+    Where both are 0, all bits have to be equal.
+    """
 
     relative: float
     absolute: float
@@ -67,6 +70,9 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     got, want = dense(got), dense(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         raise Difference(where, f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
+    if tolerance == EXACT:
+        _check_bits(where, got.flatten(), want.flatten())
+        return
     if torch.equal(got, want):
         return
     if not (want.is_floating_point() or want.is_complex()):
@@ -84,11 +90,20 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
         )
 
 
+def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (got, want) if t.numel()]
+    differs = (bits[0] != bits[1]).any(1) if bits else torch.zeros(0)
+    if differs.any():
+        k = int(differs.int().argmax())
+        a, b = got[k].item(), want[k].item()
+        raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
+
+
 def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
     """Does the same for plain numbers; nan agrees with nan."""
+    relative = 0.0 if tolerance == EXACT else max(tolerance.relative, 1e-12)
     same = len(got) == len(want) and all(
-        math.isclose(a, b, rel_tol=max(tolerance.relative, 1e-12), abs_tol=tolerance.absolute)
-        or (math.isnan(a) and math.isnan(b))
+        math.isclose(a, b, rel_tol=relative, abs_tol=tolerance.absolute) or (math.isnan(a) and math.isnan(b))
         for a, b in zip(got, want, strict=True)
     )
     if not same:
@@ -162,7 +177,7 @@ class Moment:
     """One step of a run, under the plain model's names.
 
     Attributes:
-        losses: each rank's loss.
+        losses: of each micro-batch; of each rank, where these have one.
         gradients: mean over ranks, complete; zeros for a parameter that got none.
         parameters: after the optimizer's step, complete.
         buffers: rank 0's, after the step.
@@ -183,7 +198,8 @@ class Parting:
 
     Attributes:
         step: counted from 0.
-        what: "loss of rank 1", "gradient of 0.weight", "value of 0.weight", "buffer ...".
+        what: "loss of micro-batch 1", "gradient of 0.weight", "value of 0.weight", "buffer ..."; ", element 3" where
+            bits are compared.
         gap: largest absolute difference there; nan where names, shapes or dtypes differ.
         detail: values of both.
     """
@@ -202,14 +218,20 @@ def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tole
 
     Within a step: losses, then gradients, parameters and buffers, each in the model's order.
     """
-    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+    for step, (a, b) in enumerate(zip(got, want, strict=False)):
         try:
-            for rank, (mine, other) in enumerate(zip(a.losses, b.losses, strict=True)):
-                check_numbers(f"loss of rank {rank}", [mine], [other], tolerance)
+            for k, (mine, other) in enumerate(zip(a.losses, b.losses, strict=False)):
+                check_numbers(f"loss of micro-batch {k}", [mine], [other], tolerance)
+            if len(a.losses) != len(b.losses):
+                raise Difference("losses", f"{len(a.losses)} micro-batches instead of {len(b.losses)}")
             for what in ("gradient", "value", "buffer"):
                 check_named(what, _named(a, what), _named(b, what), tolerance)
         except Difference as difference:
             return Parting(step, difference.where, difference.gap, str(difference))
+    if len(got) != len(want):
+        return Parting(
+            min(len(got), len(want)), "the end", math.nan, f"{len(got)} steps instead of {len(want)}"
+        )
     return None
 
 

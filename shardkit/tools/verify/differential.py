@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -13,9 +13,10 @@ import torch
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, RankFailedError
 
+from ...policy import ReducePolicy
 from ...tracing.tables import counted
 from ...types import Kwargs, SavedState
-from .comparing import Parting, Tolerance, Trace, first_parting, largest_difference, tolerance_of
+from .comparing import EXACT, Parting, Tolerance, Trace, first_parting, largest_difference, tolerance_of
 from .experiment import Experiment, load_experiment, run_in_one_process, target_of
 from .on_ranks import Library, Strategy, run_on_ranks
 
@@ -46,6 +47,8 @@ class Side:
             return f"{self.library} failed: {self.failure.strip().splitlines()[-1]}"
         if self.parting is not None:
             return f"{self.library} leaves one process at {self.parting}"
+        if self.largest == 0.0:
+            return f"{self.library} agrees with one process to the bit"
         return f"{self.library} agrees with one process (largest difference {self.largest:.2g})"
 
 
@@ -54,6 +57,7 @@ class Report:
     """The result of :func:`verify`.
 
     Attributes:
+        tolerance: EXACT where bits were compared.
         sides: shardkit's run, and fairscale's where it is installed.
         between: where the two libraries first part from each other; None: nowhere, or there are no two runs.
     """
@@ -76,11 +80,11 @@ class Report:
         head = f"{self.target}: {size} with {self.strategy}"
         lines = [head, *(f"  {side}" for side in self.sides)]
         if len(self.sides) == 1:
-            why = (
-                "fairscale has no fully_shard"
-                if self.strategy == "fully_shard"
-                else "fairscale is not installed"
-            )
+            why = "fairscale is not installed"
+            if self.tolerance == EXACT:
+                why = "fairscale has no fixed order of sums"
+            elif self.strategy == "fully_shard":
+                why = "fairscale has no fully_shard"
             lines.append(f"  {why}: not compared with it")
         elif self.between is not None:
             with_truth = [s.library for s in self.sides if s.agrees]
@@ -102,6 +106,7 @@ class _Task:
     world_size: int
     steps: int
     options: Kwargs
+    microbatches: int  # of a step
 
 
 class Verifier:
@@ -133,11 +138,12 @@ class Verifier:
         steps: int = 3,
         options: SavedState | None = None,
         tolerance: Tolerance | None = None,
+        bits: bool = False,
     ) -> Report:
         """:func:`verify` in these processes.
 
         Raises:
-            ConfigurationError: the strategy is unknown, or there are no steps.
+            ConfigurationError: the strategy is unknown, or has no fixed order of sums; or there are no steps.
         """
         if strategy not in get_args(Strategy):
             raise ConfigurationError(
@@ -145,18 +151,29 @@ class Verifier:
             )
         if steps < 1:
             raise ConfigurationError(f"steps must be at least 1, got {steps}")
-        target, given = target_of(experiment), dict(options or {})
-        task = _Task(target, strategy, self.world_size, steps, given)
-        truth: Trace = pickle.loads(self._alone.run(_run_alone, task)[0])
-        chosen = tolerance or tolerance_of(_dtype(truth, given))
+        target, given, count = target_of(experiment), dict(options or {}), self.world_size
+        if bits and strategy == "oss":
+            raise ConfigurationError(
+                "--bits: under DistributedDataParallel sums have no fixed order; take sharded_ddp"
+            )
+        if bits:
+            count *= 2
+            policy: ReducePolicy = given.get("reduce", ReducePolicy())
+            given["reduce"] = replace(policy, order="fixed", microbatches=count)
+        task = _Task(target, strategy, self.world_size, steps, given, count)
+        alone = (_run_rank, "shardkit", task) if bits else (_run_alone, task)
+        truth: Trace = pickle.loads(self._alone.run(*alone)[0])
+        chosen = EXACT if bits else tolerance or tolerance_of(_dtype(truth, given))
         traces: dict[Library, Trace] = {}
         sides = []
         for library, pool in self._ranks.items():
-            if library == "fairscale" and strategy == "fully_shard":
-                continue  # it has none
+            if library == "fairscale" and (bits or strategy == "fully_shard"):
+                continue  # it has no such thing
             try:
-                traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
-                sides.append(_side(library, traces[library], truth, chosen))
+                got = traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
+                parting = first_parting(got, truth, chosen)
+                largest = largest_difference(got, truth) if parting is None else None
+                sides.append(Side(library, parting, largest))
             except RankFailedError as error:
                 sides.append(Side(library, failure=error.remote_traceback))
         between = first_parting(traces["shardkit"], traces["fairscale"], chosen) if len(traces) == 2 else None
@@ -171,6 +188,7 @@ def verify(
     steps: int = 3,
     options: SavedState | None = None,
     tolerance: Tolerance | None = None,
+    bits: bool = False,
 ) -> Report:
     """Trains a few steps in one process, with shardkit, and with fairscale if installed, and compares what they saw.
 
@@ -186,6 +204,9 @@ def verify(
         steps: how many steps.
         options: arguments of OSS ("oss") or of the wrapper, under fairscale's names; of fully_shard, under its own.
         tolerance: what counts as the same; default: by the dtype that the model computes in.
+        bits: all bits have to be those of one rank that runs the same micro-batches, two for each rank, with
+            ``ReducePolicy(order="fixed")``. ``batch`` and dropout are asked for micro-batches' numbers in place of
+            ranks'; options are those of shardkit's wrappers.
 
     Raises:
         ConfigurationError: an argument can't be right.
@@ -193,13 +214,8 @@ def verify(
     """
     with Verifier(world_size) as verifier:
         return verifier.verify(
-            experiment, strategy=strategy, steps=steps, options=options, tolerance=tolerance
+            experiment, strategy=strategy, steps=steps, options=options, tolerance=tolerance, bits=bits
         )
-
-
-def _side(library: str, got: Trace, truth: Trace, tolerance: Tolerance) -> Side:
-    parting = first_parting(got, truth, tolerance)
-    return Side(library, parting, largest_difference(got, truth) if parting is None else None)
 
 
 def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
@@ -216,7 +232,9 @@ def _run_rank(rank: int, library: Library, task: _Task) -> bytes:
     if library == "shardkit":
         _serve_fairscale()
     experiment = load_experiment(task.target)
-    return pickle.dumps(run_on_ranks(experiment, library, task.strategy, task.options, task.steps))
+    return pickle.dumps(
+        run_on_ranks(experiment, library, task.strategy, task.options, task.steps, task.microbatches)
+    )
 
 
 def _run_alone(rank: int, task: _Task) -> bytes:

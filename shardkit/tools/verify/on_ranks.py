@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ...backend import backend_of_job
-from ...fsdp import fully_shard, sharding_of
+from ...fsdp import FSDP, fully_shard, sharding_of
+from ...oss.sharded_ddp import ShardedDDP
 from ...types import Kwargs, SavedState, Tree
 from .comparing import Moment, Tensors, Trace
 from .experiment import Experiment, persistent_buffers
@@ -20,25 +21,34 @@ Library = Literal["fairscale", "shardkit"]
 
 
 def run_on_ranks(
-    experiment: Experiment, library: Library, strategy: Strategy, options: SavedState, steps: int
+    experiment: Experiment,
+    library: Library,
+    strategy: Strategy,
+    options: SavedState,
+    steps: int,
+    microbatches: int,
 ) -> Trace:
     """Returns what the ranks saw, the same on each of them. Needs a process group.
 
     Args:
         options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
-            of fully_shard, which is shardkit's alone.
+            of fully_shard, which is shardkit's alone. With ``reduce`` among them, of shardkit's own wrappers.
+        microbatches: of a step, over all ranks.
     """
     kinds: dict[str, type[_Wholes | _Shards | _FullySharded]] = {
         "fsdp": _Shards,
         "fully_shard": _FullySharded,
     }
     run = kinds.get(strategy, _Wholes)(experiment, library, strategy, dict(options))
-    rank, trace = dist.get_rank(), []
+    rank, world, trace = dist.get_rank(), dist.get_world_size(), []
     for step in range(steps):
         run.wrapper.zero_grad(set_to_none=True)
-        loss = experiment.loss_of(run.wrapper, step, rank)
-        loss.backward()
-        losses = _of_all(loss.item())
+        losses = []
+        for k in range(rank, microbatches, world):
+            loss = experiment.loss_of(run.wrapper, step, k)
+            loss.backward()
+            losses.append(loss.item())
+        losses = [loss for one_of_each in zip(*_of_all(losses), strict=True) for loss in one_of_each]
         gradients = run.gradients()
         if experiment.clip is not None:
             run.clip(experiment.clip)
@@ -61,7 +71,8 @@ class _Wholes:
         if strategy == "oss":
             self.wrapper = nn.parallel.DistributedDataParallel(self.module, find_unused_parameters=True)
         else:
-            wrapper = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
+            fairscales = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
+            wrapper = ShardedDDP if "reduce" in options else fairscales
             self.wrapper = wrapper(self.module, self.optimizer, **options)
 
     def gradients(self) -> Tensors:
@@ -89,7 +100,8 @@ class _Shards:
         plain = experiment.build()
         self._parameters = [n for n, _ in plain.named_parameters()]
         self._buffers = list(persistent_buffers(plain))
-        fsdp = importlib.import_module(f"{library}.nn.data_parallel").FullyShardedDataParallel
+        fairscales = importlib.import_module(f"{library}.nn.data_parallel").FullyShardedDataParallel
+        fsdp: Any = FSDP if "reduce" in options else fairscales
         if library == "fairscale":
             options["compute_device"] = torch.device("cpu")  # it would look for another one
         wrapping = importlib.import_module(f"{library}.nn.wrap")

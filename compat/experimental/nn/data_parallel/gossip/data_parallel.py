@@ -17,13 +17,14 @@ from torch import nn
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
+from shardkit.internal.averaging import average_gradients, average_together
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
 from shardkit.types import ProcessGroup, StateDict, Tree
 
 from .gossiper import Gossiper, PushPull, PushSum
 from .graph_manager import GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
-from .slow_momentum import SlowMomentum, average_gradients, average_together
+from .slow_momentum import SlowMomentum
 from .utils import flatten_tensors, unflatten_tensors
 
 
@@ -209,12 +210,12 @@ class SlowMomentumOptions:
     shards: int = 32
 
     def is_due(self, step: int) -> bool:
-        """Whether it comes after this step, counted from 1."""
+        """Says whether it comes after this step, counted from 1."""
         return self.is_on and step % self.frequency == 0
 
     @property
     def is_on(self) -> bool:
-        """Whether there is slow momentum at all."""
+        """Says whether there is slow momentum at all."""
         return self.lr != 1 or self.momentum != 0
 
 
@@ -275,7 +276,7 @@ class SlowMoDataParallel(nn.Module):
                 self._push.check_unbiased()
 
     def _begin(self) -> None:
-        """Slow momentum starts from the parameters of now, kept on the host until the optimizer is known."""
+        """Starts slow momentum from the parameters of now, kept on the host until the optimizer is known."""
         self._slow_momentum.started = False
         params = self.module.parameters() if self._slow.is_on else ()
         self._start = [p.detach().to("cpu", copy=True) for p in params]
@@ -331,7 +332,7 @@ class SlowMoDataParallel(nn.Module):
         return self._localsgd_frequency > 0 and (slow or step % self._localsgd_frequency == 0)
 
     def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
-        """All nodes' average, or a step of gossip; then the node's other ranks take what its first rank has."""
+        """Takes all nodes' average, or a step of gossip; then the node's other ranks take what its first rank has."""
         masters, node = self._nodes.masters, self._nodes.own
         if masters is not None and average:
             average_together(tensors, masters, "parameters")
@@ -348,7 +349,7 @@ class SlowMoDataParallel(nn.Module):
 
     # -------------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """The module's, and for SGP the weight of push-sum; slow momentum is not in it."""
+        """Returns the module's, and for SGP the weight of push-sum; slow momentum is not in it."""
         state: StateDict = super().state_dict()
         if self._push is not None:
             state["ps_weight"] = self._push.weight.cpu()

@@ -17,53 +17,6 @@ from shardkit.backend import Group, ReduceOp
 from shardkit.errors import ConfigurationError
 from shardkit.types import ParamGroup, StateDict
 
-BUCKET_NUMEL = 2**23
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields the tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for t in tensors:
-        bucket = kinds.setdefault((t.dtype, t.device), [])
-        bucket.append(t)
-        if sum(b.numel() for b in bucket) >= BUCKET_NUMEL:
-            yield kinds.pop((t.dtype, t.device))
-    yield from kinds.values()
-
-
-@torch.no_grad()
-def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
-    """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
-    for bucket in _buckets(tensors):
-        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
-        group.all_reduce(flat, op=ReduceOp.AVG, label=label)
-        _write(flat, bucket)
-
-
-@torch.no_grad()
-def average_gradients(params: Iterable[torch.Tensor], group: Group) -> None:
-    """Each gradient becomes the mean over all ranks; one that a rank lacks counts as zero, and is left out only where
-    all ranks lack it."""
-    for bucket in _buckets(params):
-        missing = {p for p in bucket if p.grad is None}
-        for p in missing:
-            p.grad = torch.zeros_like(p)
-        gradients = [p.grad for p in bucket if p.grad is not None]
-        there = torch.tensor([float(p not in missing) for p in bucket])
-        flat = torch.cat([*(g.reshape(-1) for g in gradients), there.to(gradients[0])])
-        group.all_reduce(flat, op=ReduceOp.AVG, label="gradients")
-        _write(flat[: -len(bucket)], gradients)
-        if missing:
-            found = dict(zip(bucket, flat[-len(bucket) :].tolist(), strict=True))
-            for p in missing:
-                if found[p] == 0:
-                    p.grad = None
-
-
-def _write(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    for t, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        t.copy_(new.view(t.shape))
-
 
 class _Piece(NamedTuple):
     values: torch.Tensor  # [n], a view
@@ -117,7 +70,7 @@ class SlowMomentum:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Every rank calls it, after the same number of inner steps."""
+        """Makes a slow step; every rank calls it, after the same number of inner steps."""
         total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         for shard, start, stop in self._shards(total):
             pieces = list(_pieces(optimizer.param_groups, start, stop))
@@ -134,7 +87,7 @@ class SlowMomentum:
                 piece.values.copy_(part)
 
     def _shards(self, total: int) -> Iterator[tuple[int, int, int]]:
-        """Number, first element and end of each shard that has elements."""
+        """Lists number, first element and end of each shard that has elements."""
         length = -(-total // max(self._num_shards, 1))
         for shard, start in enumerate(range(0, total, length)):
             yield shard, start, min(start + length, total)
@@ -143,7 +96,7 @@ class SlowMomentum:
         return self._num_shards == 0 or shard == self._group.rank
 
     def _apply(self, pieces: Sequence[_Piece]) -> None:
-        """Algorithm 1 on the own shard, in place."""
+        """Applies Algorithm 1 to the own shard, in place."""
         if self._outer is None or self._velocity is None:
             raise ConfigurationError("slow momentum was not started: call start(optimizer, {}) before step()")
         sizes = [piece.values.numel() for piece in pieces]

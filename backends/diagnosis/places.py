@@ -6,6 +6,8 @@ import functools
 import os
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from types import FrameType
 from typing import NamedTuple
 
@@ -55,19 +57,9 @@ def _shortened(file: str) -> str:
 
 
 def place_of(frame: FrameType | None) -> SourceLine:
-    """Returns the innermost line from ``frame`` outwards that is the program's, or else a library's, or else any."""
-    best: tuple[int, FrameType] | None = None
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
-        if best is None or kind < best[0]:
-            best = kind, frame
-            if kind == 0:
-                break
-        frame = frame.f_back
-    if best is None or best[0] == 2:
-        return SourceLine("(no line of the program's)", 0, "<module>")
-    code = best[1].f_code
-    return SourceLine(code.co_filename, best[1].f_lineno, code.co_name)
+    """Returns the innermost line from ``frame`` outwards that is the program's, or else a library's."""
+    found, kind = _innermost(() if frame is None else traceback.walk_stack(frame))
+    return found if kind < 2 else SourceLine("(no line of the program's)", 0, "<module>")
 
 
 def here() -> SourceLine:
@@ -76,14 +68,15 @@ def here() -> SourceLine:
 
 
 def place_of_error(error: BaseException) -> SourceLine:
-    """Returns the innermost line of the program's that an exception passed."""
-    trace, best = error.__traceback__, None
-    while trace is not None:
-        kind = _kind(trace.tb_frame.f_code.co_filename)
-        if best is None or kind <= best[0]:
-            best = (
-                kind,
-                SourceLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name),
-            )
-        trace = trace.tb_next
-    return SourceLine("(nowhere)", 0, "<module>") if best is None else best[1]
+    """Returns the innermost line that an exception passed: the program's, or else a library's, or else any."""
+    return _innermost([*traceback.walk_tb(error.__traceback__)][::-1])[0]
+
+
+def _innermost(stack: Iterable[tuple[FrameType, int]]) -> tuple[SourceLine, int]:
+    """Returns the first line of the least kind, and that."""
+    kinds = ((_kind(frame.f_code.co_filename), frame, line) for frame, line in stack)
+    best = min(kinds, key=lambda at: at[0], default=None)
+    if best is None:
+        return SourceLine("(nowhere)", 0, "<module>"), 2
+    kind, frame, line = best
+    return SourceLine(frame.f_code.co_filename, line, frame.f_code.co_name), kind
