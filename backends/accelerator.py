@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group, Work
+from shardkit.backend import Backend, Copy, Group
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import ProcessGroup
 
@@ -41,19 +41,29 @@ class EventTimer:
         return float(first.elapsed_time(second)) / 1000.0
 
 
-class StreamCopy(Work):
-    """A copy on a stream of its own."""
+class StreamCopy(Copy):
+    """A copy on a stream of its own.
 
-    __slots__ = ("_event",)
+    Args:
+        done: comes after it.
+        kept: memory that is in use until then.
+    """
 
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
+    __slots__ = ("_done", "_kept")
 
-    def wait(self) -> None:
-        self._event.wait()
+    def __init__(self, done: torch.Event, kept: Sequence[torch.Tensor]) -> None:
+        self._done, self._kept = done, kept
 
     def is_done(self) -> bool:
-        return self._event.query()
+        return bool(self._done.query())
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self._done)
+        self._kept = ()
+
+    def wait_on_host(self) -> None:
+        self._done.synchronize()
+        self._kept = ()
 
 
 class AcceleratorBackend(EagerBackend, StartsProcesses):
@@ -69,7 +79,7 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
     def __init__(self) -> None:
         self._groups = KnownGroups(self, self._make_group)
         self._selected = False
-        self._copies: torch.Stream | None = None
+        self._copying: dict[bool, torch.Stream] = {}  # by whether it is to the host
 
     def is_available(self) -> bool:
         known = torch.accelerator.current_accelerator(check_available=True)
@@ -140,13 +150,30 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().cpu().pin_memory()
 
-    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
-        if self._copies is None:
-            self._copies = torch.Stream(target.device)
-        self._copies.wait_stream(torch.accelerator.current_stream(target.device))  # who had the memory before
-        with self._copies:
-            target.copy_(source, non_blocking=True)
-            return StreamCopy(self._copies.record_event())
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
+        return self._copied(out, tensor, to_host=True)
+
+    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
+        return self._copied(out, tensor, to_host=False, at_once=at_once)
+
+    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
+        stream = self._copying.get(to_host)
+        if stream is None:
+            stream = self._copying[to_host] = torch.Stream(self.device())
+        if not at_once:
+            stream.wait_event(torch.accelerator.current_stream().record_event())
+        with stream:
+            out.copy_(tensor, non_blocking=True)
+        return StreamCopy(stream.record_event(), self._in_use(out, tensor, stream))
+
+    def _in_use(
+        self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+    ) -> Sequence[torch.Tensor]:
+        """Returns what is to be kept until a copy was waited for."""
+        return out, tensor
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device())

@@ -128,5 +128,12 @@ class CudaBackend(AcceleratorBackend):
     process_group_backend = "cpu:gloo,cuda:nccl"  # torch saves checkpoints in the background over gloo
     advice = "this torch was built without CUDA, or no device is visible"
 
+    def _in_use(
+        self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
+    ) -> Sequence[torch.Tensor]:
+        """Nothing: the allocators of the device and of pinned memory know of the stream."""
+        (out if out.is_cuda else tensor).record_stream(stream)
+        return ()
+
     def _group_type(self, serves: str) -> type[C10dGroup]:
         return NcclGroup if serves == "nccl" else C10dGroup

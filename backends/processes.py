@@ -18,7 +18,7 @@ from multiprocessing.context import SpawnProcess
 from typing import cast
 
 from shardkit.backend import Backend, get_backend
-from shardkit.errors import ConfigurationError, RankFailedError
+from shardkit.errors import CONSEQUENCES, ConfigurationError, RankFailedError
 from shardkit.launching.started import end_with_parent, note
 from shardkit.types import AnyCallable, Args, T
 
@@ -26,9 +26,7 @@ from .diagnosis.watchdog import begin_job, end_job, fail_job
 from .spawning import Name, Pool, environment
 
 START_SECONDS = 180.0
-# What a rank reports when another one failed first: the cause is looked for elsewhere for a moment.
-_CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError")
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 1.0  # in which the cause of a rank's consequence is looked for elsewhere
 
 
 # ---------------------------------------------------------------- in a rank
@@ -207,7 +205,7 @@ class RankPool(Pool):
                     failures.append(self._timed_out(f"{late} after {timeout:g} s", waiting))
                 self._receive(ready, waiting, results, failures)
             grace = time.monotonic() + _GRACE_SECONDS
-            while failures and all(f[1] in _CONSEQUENCES for f in failures) and waiting:
+            while failures and all(f[1] in CONSEQUENCES for f in failures) and waiting:
                 ready = multiprocessing.connection.wait(
                     list(waiting.values()), max(0.0, grace - time.monotonic())
                 )
@@ -218,7 +216,7 @@ class RankPool(Pool):
             self.close(kill=True)
             raise
         if failures:
-            cause = next((f for f in failures if f[1] not in _CONSEQUENCES), failures[0])
+            cause = next((f for f in failures if f[1] not in CONSEQUENCES), failures[0])
             self.close(kill=True)
             raise RankFailedError(*cause)
         return [results[rank] for rank in range(self.world_size)]

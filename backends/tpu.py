@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, ReduceOp, Sizes, Work, WorkThen, check_member, check_members
+from shardkit.backend import DONE, Copy, ReduceOp, Sizes, Work, WorkThen, check_member, check_members
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import T
 
@@ -98,9 +98,12 @@ class TpuBackend(AcceleratorBackend):
         except RuntimeError:  # XLA's runtime for another processor
             return host
 
-    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
-        """Copies in the one stream that a device has."""
-        target.copy_(source, non_blocking=True)
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
+        """The runtime orders no streams by events yet."""
+        out.copy_(tensor)
         return DONE
 
     def _group_type(self, serves: str) -> type[C10dGroup]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         hybrid_groups as hybrid_groups,
         register_fsdp_forward_method as register_fsdp_forward_method,
         sharding_of as sharding_of,
+        step_in_backward as step_in_backward,
     )
     from .training.microbatches import mean_loss as mean_loss, microbatch as microbatch
     from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
@@ -88,7 +89,8 @@ _HOMES = {
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
     "training.evaluation": "gather gather_tensors EvaluationSampler in_step",
-    "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of",
+    "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of "
+    "step_in_backward",
     "training.grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",

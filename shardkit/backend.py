@@ -111,17 +111,30 @@ class WorkThen(Work):
                 after()
 
 
-class _Done(Work):
+class Copy(Work):
+    """A copy between host and device on its way, beside what is computed."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    def wait_on_host(self) -> None:
+        """Returns when it is done, which :meth:`wait` says of what the device runs next."""
+
+
+class _Done(Copy):
     __slots__ = ()
 
     def wait(self) -> None:
+        return
+
+    def wait_on_host(self) -> None:
         return
 
     def is_done(self) -> bool:
         return True
 
 
-DONE: Work = _Done()
+DONE: Copy = _Done()
 """A work that needs no waiting."""
 
 
@@ -481,9 +494,24 @@ class Backend(abc.ABC):
     def pin(self, tensor: Tensor) -> Tensor:
         """Returns a host copy that the device can read asynchronously."""
 
-    def copy_ahead(self, target: torch.Tensor, source: torch.Tensor) -> Work:
-        """Starts a copy of pinned memory to the device, beside what is computed; the work is waited for before use."""
-        target.copy_(source)
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Takes host memory that the device can copy from and to beside what it computes."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
+        """Copies a tensor of the device to pinned memory, after what is computed now and beside what follows.
+
+        Until it is done or was waited for, neither may change.
+        """
+        out.copy_(tensor)
+        return DONE
+
+    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
+        """Copies pinned memory to the device, as :meth:`copy_down` does.
+
+        With ``at_once`` nothing that is computed now uses ``out``, and nothing has to come first.
+        """
+        out.copy_(tensor)
         return DONE
 
     @abc.abstractmethod

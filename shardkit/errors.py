@@ -52,6 +52,10 @@ class RankLostError(ShardkitError):
     """Another rank died or closed its connections in the middle of a collective."""
 
 
+# What a rank raises when another one failed first.
+CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
+
+
 class RankFailedError(ShardkitError):
     """A rank started by :func:`shardkit.launch` raised; holds its rank and its traceback.
 

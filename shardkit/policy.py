@@ -157,16 +157,41 @@ class OffloadPolicy:
     """Says what an FSDP unit keeps in host memory.
 
     Attributes:
-        parameters: the shards, so that the optimizer runs on the host.
+        parameters: the shards, so that the optimizer runs on the host. Each gather copies them to the device.
         gradients: the shards' gradients, which are where the shards are; True asks for the host, and is refused where
             the parameters stay on another device.
+        masters: the shards, as with ``parameters``, while the device has a copy of them in the dtype that is computed
+            in. It is renewed once a step, and gradients come to the host, beside what is computed. A change that goes
+            by ``.data`` of a shard, around its version, is noticed in the step of an optimizer alone.
+        states: the optimizer's, which are where the shards are; True and False as for ``gradients``.
+        activations: what autograd saves inside of a unit, from the end of its forward to its backward; not of the last
+            unit, nor of the root around its units. Activation checkpointing keeps its own.
     """
 
     parameters: bool = False
     gradients: bool | None = None
+    masters: bool = False
+    states: bool | None = None
+    activations: bool = False
 
     def __post_init__(self) -> None:
-        if self.parameters and self.gradients is False:
+        for name in ("parameters", "gradients", "masters", "states", "activations"):
+            if not isinstance(given := getattr(self, name), bool | None):
+                raise ConfigurationError(
+                    f"{name}={given!r}: True is for host memory. NVMe and other disks are not offered: they would take "
+                    "longer than the step"
+                )
+        if self.parameters and self.masters:
             raise ConfigurationError(
-                "gradients can't stay on the device while their parameters are on the host"
+                "parameters=True leaves no copy of the shards on the device, masters=True does; name one of them"
             )
+        for name in ("gradients", "states"):
+            if self.on_host and getattr(self, name) is False:
+                raise ConfigurationError(
+                    f"{name} can't stay on the device while their parameters are on the host"
+                )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the shards are."""
+        return self.parameters or self.masters

@@ -11,33 +11,27 @@ from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
+    StateDictSettings,
 )
 
 from shardkit.backend import Group
-from shardkit.errors import LifecycleError
 from shardkit.flattening.flat_parameter import FLAT_PREFIX
 from shardkit.fsdp.state import clean
-from shardkit.fsdp.wrapper import Door
-from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
+from shardkit.nn.data_parallel.fsdp_facts import StandIn
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.types import ProcessGroup, Tree
 
 
-class TorchFacts(Door):
+class TorchFacts(StandIn):
     """A wrapper's state, under torch's names.
 
     Attributes:
+        _settings: of state dicts.
         sharding_strategy, mixed_precision, cpu_offload: as they were passed, or torch's defaults.
     """
 
-    _passed_group: PassedGroup
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
+    _settings: StateDictSettings
     sharding_strategy: ShardingStrategy
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
@@ -83,21 +77,12 @@ class TorchFacts(Door):
         return torch.distributed.group.WORLD if passed is None else passed
 
     @property
-    def compute_device(self) -> torch.device:
-        """The device on which parameters are gathered."""
-        return self._state.compute_device
-
-    @property
     def _use_orig_params(self) -> bool:
         return not self._state.options.flatten
 
-    @property
-    def _is_root(self) -> bool | None:
-        return self._state.is_root
-
     # ------------------------------------------------------------ what it is doing
     @property
-    def training_state(self) -> TrainingState:
+    def training_state(self) -> TrainingState:  # type: ignore[override]
         """Says what the module is doing."""
         engine = self._state.engine
         if self._state.summoned is not None:
@@ -106,12 +91,7 @@ class TorchFacts(Door):
             return TrainingState.FORWARD_BACKWARD
         return TrainingState.IDLE
 
-    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        wanted = [state] if isinstance(state, TrainingState) else state
-        if self.training_state not in wanted:
-            raise LifecycleError(
-                f"expected to be in states {wanted} but current state is {self.training_state}"
-            )
+    _assert_state = StandIn.assert_state
 
     # ------------------------------------------------------------ names
     def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:

@@ -102,9 +102,7 @@ class FullyShardedDataParallel(OptimizerStates):
             units.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
         self._wrap(module, ignored, given)
         self.__dict__.update({name: given[name] for name in _SHOWN})
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config = FullStateDictConfig()
-        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self._settings = settings.checked(StateDictType.FULL_STATE_DICT, None, None)
         self.register_load_state_dict_pre_hook(settings.gather_loaded)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
@@ -217,9 +215,7 @@ class FullyShardedDataParallel(OptimizerStates):
         before = set(destination or ())
         found = self._full_state_dict(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
-            own = settings.settings_of([self])
-            if own is not None:
-                settings.settle(self, own, found, prefix, before, self._passed_group.value)
+            settings.settle(self, self._settings, found, prefix, before, self._passed_group.value)
         return found
 
     @staticmethod

@@ -65,22 +65,19 @@ def settings_of(units: Iterable[TorchFacts]) -> StateDictSettings | None:
     """
     found: StateDictSettings | None = None
     for unit in units:
-        own = StateDictSettings(unit._state_dict_type, unit._state_dict_config, unit._optim_state_dict_config)
-        if found is not None and own != found:
+        if found is not None and unit._settings != found:
             raise ConfigurationError(
-                f"FSDP modules have different settings for state dicts, {found} and {own}; call "
+                f"FSDP modules have different settings for state dicts, {found} and {unit._settings}; call "
                 "FSDP.set_state_dict_type with the outermost module"
             )
-        found = own
+        found = unit._settings
     return found
 
 
 def put(units: Iterable[TorchFacts], settings: StateDictSettings) -> None:
     """Gives all units these settings."""
     for unit in units:
-        unit._state_dict_type = settings.state_dict_type
-        unit._state_dict_config = settings.state_dict_config
-        unit._optim_state_dict_config = settings.optim_state_dict_config
+        unit._settings = settings
 
 
 # ------------------------------------------------------------ what becomes of a full state dict

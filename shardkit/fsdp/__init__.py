@@ -1,5 +1,6 @@
 """Sharded parameters (ZeRO stage 3)."""
 
+from .backward_steps import step_in_backward
 from .construct import hybrid_groups
 from .export import Change, SentWeights
 from .fully_shard import fully_shard
@@ -18,4 +19,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "shard_plain",
     "sharding_of",
+    "step_in_backward",
 ]

@@ -47,6 +47,7 @@ from ..types import Facts, Memo, ProcessGroup
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
+from .masters import Mirrored
 from .optimizer_check import step_locally
 from .originals import (
     OriginalParameter,
@@ -112,6 +113,9 @@ def _shard(units: Sequence[Found]) -> None:
     for found, mesh in zip(units, meshes, strict=True):
         state = found.state
         _connect_mesh(state)
+        params, offloads = [o.param for o in found.originals], state.options.offload.on_host
+        if offloads and state.options.device is None and params and not params[0].is_meta:
+            state.options = replace(state.options, device=params[0].device)  # it computes where it is now
         for part in alike(found.originals, found.state):
             state.flats.append(_listed(found, part, _cut(found, part, mesh), mesh))
         borrowed = _borrow(found)
@@ -387,6 +391,8 @@ def _check(found: Found) -> DeviceMesh | None:
     state = found.state
     options, group = state.options, state.group
     check_options(options.reduce, options.offload, group.backend)
+    if options.offload.masters or options.offload.activations:
+        _check_copies(options, group.backend)
     floats = [o.param.dtype for o in found.originals if o.param.dtype.is_floating_point]
     computed = [options.precision.compute or dtype for dtype in floats]
     check_compressible(options.precision.compression, computed, group.backend)
@@ -414,10 +420,26 @@ def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend
             f"bucket_numel={reduce.bucket_numel} is for ShardedDDP; FSDP reduces the gradients of a unit together: "
             "wrap smaller units to send less at a time"
         )
-    if offload.gradients and not offload.parameters and backend.device_type != "cpu":
+    for name in ("gradients", "states"):
+        if getattr(offload, name) and not offload.on_host and backend.device_type != "cpu":
+            raise ConfigurationError(
+                f"{name}=True without masters=True or parameters=True: the shards are on {backend.device_type}, and "
+                f"{name} are where their parameters are; offload both"
+            )
+
+
+def _check_copies(options: Options, backend: Backend) -> None:
+    """Raises ConfigurationError where nothing can be copied beside what is computed."""
+    if not backend.has_storage:
         raise ConfigurationError(
-            f"gradients=True without parameters=True: the shards are on {backend.device_type}, and gradients are where "
-            "their parameters are; offload both"
+            f"masters=True and activations=True: on {backend.name} a step is one program, which nothing can be copied "
+            "beside; leave them out"
+        )
+    if not options.offload.masters:
+        return
+    if options.precision.compression is not None or options.reduce.compression is not None:
+        raise ConfigurationError(
+            "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
         )
 
 
@@ -457,7 +479,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     mesh = mesh_over(ranks, backend.device_type)
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
-    if options.offload.parameters:
+    if options.offload.on_host:
         apart = [o for o in found.originals if o.store is not None]
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
@@ -512,6 +534,8 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
         return layout, shard
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
+    if options.offload.masters:
+        return layout, shard.cpu()
     return layout, group.backend.pin(shard.cpu()) if options.offload.parameters else shard
 
 
@@ -586,6 +610,7 @@ def _listed(
     flat = FlatParam(
         originals, [found.names[k] for k in part], param, places, layout, group,
         options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
+        Mirrored if options.offload.masters else None,
     )  # fmt: skip
     if not places:
         flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))

@@ -93,6 +93,7 @@ from ..torch_seams.hooks import (
     surrounding_checkpoint,
     tensors_in,
 )
+from .activations import Activations
 from .flat_param import FlatParam
 from .originals import backward_with_graph, changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
@@ -404,6 +405,7 @@ class Engine:
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
         rounds: counts backwards of a step, where the order of sums is fixed.
+        activations: those on the host.
         all_have_order: a training forward has shown all ranks in which order units are called.
         is_alone: everything stays gathered, and no forward or backward meets other ranks.
     """
@@ -457,8 +459,12 @@ class Engine:
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
+        self._on_host = [
+            unit for unit in reversed(self.units) if any(flat.offloaded is not None for flat in unit.flats)
+        ]  # as backward leaves them
         self.set_accumulating([unit.accumulates for unit in self.units])
         self.rounds = rounds_of(self.units)
+        self.activations = Activations()
 
     # ------------------------------------------------------------ forward
     @not_compiled
@@ -885,6 +891,8 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
+        for unit in self._on_host:
+            unit.land()
         if self.rounds is not None:
             self.rounds.end()
             if self.rounds.are_waiting():
@@ -912,6 +920,8 @@ class Engine:
         for unit in units:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
                 unit.forget_reduction()
+        for pack in [pack for unit in self._on_host for pack in unit.packs]:
+            pack.forget()
         for unit in self.units:
             unit.drop_local_gradients()
             unit.release()
@@ -1033,6 +1043,8 @@ class Engine:
                     self._send(unit)
             while self._in_flight:
                 self._receive()
+            for unit in self._on_host:
+                unit.land()
             for unit in self.units:
                 unit.end_backward()
 

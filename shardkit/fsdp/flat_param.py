@@ -58,6 +58,7 @@ class FlatParam:
         compute_device: device while gathered; None for the shard's own.
         post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
         compression: of what is gathered.
+        offloaded: the store where the shard is on the host; None for that of the device's shards.
 
     Attributes:
         shards: what modules list for the original parameters; None where ``param`` is listed.
@@ -91,7 +92,7 @@ class FlatParam:
         self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
         places: Sequence[Place], layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
-        compression: Compression | None = None,
+        compression: Compression | None = None, offloaded: type[Store] | None = None,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(names)
@@ -115,6 +116,7 @@ class FlatParam:
         self._compute_dtype = compute_dtype
         self._compute_device = compute_device
         self._compression = compression
+        self.offloaded = offloaded
         self._settle(None)
         check_first_steps()
 
@@ -282,8 +284,12 @@ class FlatParam:
         return self.trains or not is_same or not (self.shards is None or self.shards.are_views())
 
     def drop(self) -> None:
-        """Nobody needs the original parameters: frees their memory. Autograd refuses graphs that they were held for."""
+        """Nobody needs the original parameters, or they are old: frees their memory.
+
+        Autograd refuses graphs that they were held for.
+        """
         self.store.release()
+        self.store.forget_copy()
         self.kept_at = self.host = None
         if self.held_at is not None:
             self.held_at = None

@@ -47,6 +47,7 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
+from .activations import Page
 from .construct import announce, name_flats
 from .engine import (
     COMPILED_AUTOGRAD,
@@ -216,6 +217,7 @@ class Entered(NamedTuple):
         is_outermost: the root's forward.
         watcher: is told when backward reaches the outputs.
         range: in traces; user's code may start a profiler inside of it, which makes leaving it an error.
+        page: of what autograd saves, where that goes to the host.
     """
 
     engine: Engine
@@ -223,6 +225,7 @@ class Entered(NamedTuple):
     watcher: Unit | UnitCall
     range: Range
     inputs: tuple[Args, Kwargs]
+    page: Page | None = None
 
 
 @not_compiled
@@ -292,6 +295,9 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     except BaseException as error:
         fail(state, entered, error)
         raise
+    if state.options.offload.activations and not in_backward and torch.is_grad_enabled():
+        page = engine.activations.enter(state.group.backend, [flat.gathered for flat in unit.needs])
+        return entered._replace(page=page)
     return entered
 
 
@@ -324,8 +330,10 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
-    engine, is_outermost, watcher, in_trace, inputs = entered
+    engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
+    if page is not None:
+        engine.activations.leave(page, is_outermost)
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
     except RuntimeError:
@@ -362,7 +370,9 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
-    engine, is_outermost, _, in_trace, _ = entered
+    engine, is_outermost, _, in_trace, _, page = entered
+    if page is not None:
+        engine.activations.leave(page, is_outermost)
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

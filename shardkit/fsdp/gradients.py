@@ -29,6 +29,7 @@ from ..torch_seams.marked_tensors import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
+from .landing import Arriving
 from .originals import Listing, SplitParameter, as_tensors
 
 _grad_of = attrgetter("param.grad")
@@ -89,6 +90,7 @@ class GradientPack(ABC):
             flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
         )
         self.in_flight: Reduction | None = None
+        self._arriving: list[tuple[list[bool], Arriving, bool]] = []  # at a shard on the host
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
@@ -183,11 +185,29 @@ class GradientPack(ABC):
             had = self._anywhere(had, result)
         if self._microbatches and self._group.world_size > 1:
             self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
+        elif self._flat.store.landing is not None:
+            self.arrive(had, result, had_all)
         elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
             self._hand_over(self._own(result))
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
+        landing = self._flat.store.landing
+        if landing is not None and result.device.type == self._device.type:
+            self._arriving.append((had, landing.start(result[: self._size]), had_all))
+        else:
+            self._give(had, result, had_all)
+
+    def land(self) -> None:
+        """Waits for what is on its way to the host; the shard has its gradient then."""
+        arriving, self._arriving = self._arriving, []
+        for had, gradient, had_all in arriving:
+            self._give(had, gradient.finish(), had_all)
+        landing = self._flat.store.landing
+        if landing is not None:
+            landing.landed(bool(arriving))
+
+    def _give(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         if self._note(had, had_all, result):
             self._hand_over(self._own(result))
 
@@ -213,6 +233,9 @@ class GradientPack(ABC):
         if reduction is not None and (work := reduction[3]) is not None:
             work.wait()
             self._arrived()
+        arriving, self._arriving = self._arriving, []
+        for _, gradient, _ in arriving:
+            gradient.finish()
 
     @abstractmethod
     def _arrived(self) -> None:

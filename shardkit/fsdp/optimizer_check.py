@@ -47,8 +47,9 @@ from ..optimizers.stepping import take_part
 from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
+from .masters import Mirrored
 from .originals import Listing, managing, name_of_original
-from .registered import dimensions_asked
+from .registered import dimensions_asked, flat_changed_by
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -155,6 +156,7 @@ class _Looked:
         listings: what its parameters are listed for, by group of ranks.
         flats: the flat parameters of these.
         whole: those that are listed as they are.
+        copied: flat parameters whose shards it changes, on the host, and the device has a copy of.
         options: as all ranks have them.
         skips: what its steps leave alone.
         is_judged: it may step over shards.
@@ -167,6 +169,7 @@ class _Looked:
         self.listings: list[list[weakref.ref[Listing]]] = []
         self.flats: list[weakref.ref[FlatParam]] = []
         self.whole: list[weakref.ref[FlatParam]] = []
+        self.copied: list[weakref.ref[FlatParam]] = []
         self.options, self.skips = AgreedOptions(), Skips()
         self.is_judged = self.has_loaded = False
 
@@ -215,6 +218,9 @@ class _FirstSteps:
                 flat = ref()
                 if flat is not None:
                     flat.unused.is_noted = False
+        for ref in () if looked is None else looked.copied:
+            if (flat := ref()) is not None and isinstance(flat.store, Mirrored):
+                flat.store.renew(flat.trains)
 
 
 def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
@@ -240,6 +246,8 @@ def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
     flats = {id(listing.flat): listing.flat for listing in listed}.values()
     looked.flats = [*map(weakref.ref, flats)]
     looked.whole = [weakref.ref(flat) for flat in flats if any(flat is listing for listing in listed)]
+    changed = dict.fromkeys(flat for flat in map(flat_changed_by, params) if flat is not None)
+    looked.copied = [weakref.ref(flat) for flat in changed if flat.offloaded is not None]
 
 
 _first_steps = _FirstSteps()

@@ -36,7 +36,7 @@ from ..backend import Group
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
-from ..optimizers.shards import listing_of, note_listings, shard_behind
+from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..reduction.shard_gradients import ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
 from ..torch_seams.hooks import check_asked_gradients
@@ -456,6 +456,15 @@ class UnlistedShard(nn.Parameter):
         for p in self.shards.params:
             p.requires_grad_(requires_grad)
         return self
+
+
+def flat_changed_by(listed: torch.Tensor) -> FlatParam | None:
+    """Finds the flat parameter whose shard the step of an optimizer that lists this tensor changes."""
+    shard = changed_by_steps(listed)
+    if isinstance(shard, UnlistedShard):
+        return shard.shards.each[0].flat
+    listing = listing_of(shard)
+    return None if listing is None else listing.flat  # type: ignore[no-any-return]
 
 
 # Flat parameters of whose shards a program has asked how many dimensions they have: to make groups by it, mostly.

@@ -76,7 +76,7 @@ def _spread_over(flat: FlatParam) -> tuple[Group, ...]:
 
 def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
     like = norm_like(params)
-    on_host = like.device.type == "cpu" and not root.options.offload.parameters
+    on_host = like.device.type == "cpu" and not root.options.offload.on_host
     return like.to(root.group.backend.device()) if on_host else like
 
 

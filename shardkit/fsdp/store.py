@@ -54,6 +54,7 @@ from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
+from .landing import Landing
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -114,10 +115,12 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
+        landing: brings gradients to a shard on the host beside what is computed, where something does.
     """
 
     keeps_shapes = True
     joins: object = None
+    landing: Landing | None = None
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
@@ -146,7 +149,7 @@ class Store(ABC):
     def _from_host(self, full: torch.Tensor) -> None:
         """Takes what was gathered before from its copy on the host."""
         if self._flat.host is not None:
-            self.in_flight = self._backend.copy_ahead(full, self._flat.host), full
+            self.in_flight = self._backend.copy_up(full, self._flat.host), full
 
     def _to_host(self, full: torch.Tensor) -> None:
         """Copies what was gathered, the first time, where it stays there from now on."""
@@ -193,6 +196,10 @@ class Store(ABC):
     def forget_kept(self) -> None:
         """From kept to released: the shards may have changed."""
         self.state = RELEASED
+
+    def forget_copy(self) -> None:
+        """Somebody may have written to the shard around its version."""
+        return
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
@@ -345,7 +352,6 @@ def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
             yield from _tensors_in(list(value.values()), depth - 1)
 
 
-@final
 class Stored(Store):
     """One buffer whose memory is taken for gathering and given back; views of it come back to life with it.
 
@@ -570,7 +576,8 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
     joined: dict[object, list[Stored]] = {}
     for store in stores:
         flat = store._flat
-        is_here = flat.on_gather is None and flat.host is None and flat.param.device == store._device
+        is_here = flat.param.device == store._device or store.landing is not None
+        is_here = is_here and flat.on_gather is None and flat.host is None
         if isinstance(store, Stored) and store.joins is not None and is_here:
             joined.setdefault(store.joins, []).append(store)
         else:
@@ -751,4 +758,6 @@ def _kind_for(flat: FlatParam) -> type[Store]:
         return flat.originals[0].store
     if is_whole(flat):
         return Whole
+    if flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
+        return flat.offloaded
     return Stored if backend.has_storage else Lazy

@@ -460,6 +460,11 @@ class Unit:
             if any(pack.trainable):
                 pack.receive(replicas)
 
+    def land(self) -> None:
+        """Waits for gradients on their way to the host; the shards have them then."""
+        for pack in self.packs:
+            pack.land()
+
     def forget_errors(self) -> None:
         """Drops what compression has left out of gradients so far."""
         for pack, replicas in zip(self.packs, self._replicas, strict=True):

@@ -13,7 +13,7 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, clean, state_of
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
-from ..policy import ReducePolicy
+from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.ordered import microbatches
 from ..tracing.tables import counted, in_bytes, plain_table
 
@@ -122,9 +122,16 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
         sum(f.param.numel() * f.param.element_size() for f in flats),
         sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in flats),
         (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
-        "parameters and gradients" if options.offload.parameters
-        else "what is frozen" if any(f.keeps_on_host and not f.trains for f in flats) else "",
+        _on_host(options.offload, flats),
     )  # fmt: skip
+
+
+def _on_host(offload: OffloadPolicy, flats: Sequence[FlatParam]) -> str:
+    found = ["masters, gradients and states"] if offload.masters else []
+    found += ["parameters and gradients"] if offload.parameters else []
+    if not found and any(f.keeps_on_host and not f.trains for f in flats):
+        found = ["what is frozen"]
+    return ", ".join(found + (["activations"] if offload.activations else []))
 
 
 def _stays(state: ShardingState, is_root: bool) -> str:

@@ -492,6 +492,14 @@ def device(rank: Rank, backend: str) -> None:
     b.mark_step()
     b.mark_step(wait=True)
     assert more.cpu().tolist() == [1, 3, 5, 7, 9]
+    down, up = b.pinned(5, torch.float32), torch.zeros(5).to(b.device())
+    copy = b.copy_down(down, more)
+    copy.wait_on_host()
+    assert copy.is_done()
+    assert down.tolist() == [1, 3, 5, 7, 9]
+    b.copy_up(up, down, at_once=True).wait()
+    up += 1
+    assert up.tolist() == [2, 4, 6, 8, 10]
 
 
 def storage(rank: Rank, backend: str) -> None:

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kept": {"reshard": ReshardPolicy(after_forward=False)},
     "two ahead": {"reshard": ReshardPolicy(prefetch=2)},
     "offloaded": {"offload": OffloadPolicy(parameters=True)},
+    "masters": {"offload": OffloadPolicy(masters=True, activations=True)},
     "bf16": {
         "precision": PrecisionPolicy(compute=torch.bfloat16),
         "reduce": ReducePolicy(dtype=torch.float32),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work
+from shardkit.backend import Backend, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
@@ -98,6 +98,7 @@ class SimulatedDevice:
         misaligned: how many parts of collectives' buffers began at no multiple of 16 bytes, by what they were.
         most_in_flight: the most bytes that collectives in flight wrote at once.
         host_waits: how often the host waited for the device, by what for.
+        copied: bytes between host and device, "up" and "down".
     """
 
     def __init__(self, rank: int) -> None:
@@ -105,15 +106,17 @@ class SimulatedDevice:
         self.issued: list[Issued] = []
         self.misaligned: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
         self.most_in_flight = 0
         self._flights: dict[str, deque[Flight]] = {}  # by communicator
         self._late: deque[Flight] = deque()  # not started yet, in order
         self._storages: Counter[int] = Counter()  # how many flights use each
 
     # ------------------------------------------------------------ collectives
-    def issue(self, flight: Flight, key: Issued) -> None:
-        """A collective was given to its communicator's stream; it starts as late as possible."""
-        self.issued.append(key)
+    def issue(self, flight: Flight, key: Issued | None) -> None:
+        """A collective was given to its communicator's stream; it starts as late as possible. None: a copy."""
+        if key is not None:
+            self.issued.append(key)
         for writes, tensors in ((False, flight.reads), (True, flight.writes)):
             for tensor in tensors:
                 self._check(tensor, writes, flight.what, flight.communicator)
@@ -134,11 +137,16 @@ class SimulatedDevice:
                 with quiet():
                     begin()
 
-    def wait(self, flight: Flight) -> None:
-        """Orders what is computed from now on after this collective, and all earlier ones of its communicator."""
+    def wait(self, flight: Flight) -> bool:
+        """Orders what is computed from now on after this collective, and all earlier ones of its communicator.
+
+        Returns whether it was not yet.
+        """
         flights = self._flights[flight.communicator]
+        was_in_flight = flight in flights
         while flight in flights:
             self._storages.subtract(_storages(flights.popleft()))
+        return was_in_flight
 
     def unwaited(self) -> list[str]:
         """Collectives that nobody has waited for."""
@@ -348,6 +356,37 @@ class StreamsWork(Work):
         return self._below is None or self._below.is_done()
 
 
+class StreamsCopy(Copy):
+    """A copy between host and device that whoever reads the result has to wait for."""
+
+    __slots__ = ("_device", "_flight")
+
+    def __init__(self, device: SimulatedDevice, way: str, out: Tensor, tensor: Tensor) -> None:
+        def copy() -> None:
+            with torch.no_grad():
+                out.copy_(tensor)
+
+        self._device = device
+        self._flight = Flight(f"copies {way}", f"a copy {way}", [tensor], [out], places(), copy)
+        with quiet():
+            spoil(out.data)
+        device.copied[way] += out.numel() * out.element_size()
+        device.issue(self._flight, None)
+
+    def is_done(self) -> bool:
+        self._device.start()
+        return True
+
+    def wait(self) -> None:
+        self._device.start()
+        self._device.wait(self._flight)
+
+    def wait_on_host(self) -> None:
+        self._device.start()
+        if self._device.wait(self._flight):
+            self._device.host_waits["copy"] += 1
+
+
 class StreamsGroup(Group):
     """A communicator of a simulated device; see :class:`shardkit.backend.Group` for the methods.
 
@@ -517,23 +556,17 @@ class _WatchedMemory(EagerBackend):
         with quiet():
             super().release_storage(tensor)
 
-    def copy_ahead(self, target: Tensor, source: Tensor) -> Work:
-        """On a stream of its own, as late as possible."""
+    def copy_down(self, out: Tensor, tensor: Tensor) -> Copy:
         device = current_device()
-        if device is None:
-            return super().copy_ahead(target, source)
+        return super().copy_down(out, tensor) if device is None else StreamsCopy(device, "down", out, tensor)
+
+    def copy_up(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Copy:
+        device = current_device()
+        return super().copy_up(out, tensor) if device is None else StreamsCopy(device, "up", out, tensor)
+
+    def pin(self, tensor: Tensor) -> Tensor:
         with quiet():
-            spoil(target.data)
-
-        def call(_: Group) -> Work:
-            target.copy_(source)
-            return DONE
-
-        name = f"copies of rank {device.rank}"
-        flight = Flight(name, f"a copy of {target.numel()}", [source], [target], places(), None)
-        work = StreamsWork(device, self.group(), call, flight)
-        device.issue(flight, Issued(name, "copy_ahead", target.numel(), ""))
-        return work
+            return tensor.detach().clone()  # the host's memory is another one
 
     def synchronize(self) -> None:
         device = current_device()

@@ -68,6 +68,17 @@ def test_many_ranks_and_bytes_sent() -> None:
             assert found["sharded_ddp"].kinds["parameters"] >= 4 * parameters
 
 
+def test_masters_on_the_host_leave_what_is_computed_with() -> None:
+    """The device has a copy of the shards in bf16; nothing in fp32 but one unit's worth."""
+    name, ranks = "language, bfloat16", 4
+    found, kept = (estimate(SUBJECTS[name], s, ranks, 1) for s in ("fsdp-masters", "fsdp"))
+    assert found.kinds["optimizer state"] == 0
+    assert found.kinds["parameters"] == pytest.approx(kept.kinds["parameters"] / 2, rel=0.05)
+    assert found.sent == kept.sent
+    states = 8 * found.parameters / ranks
+    assert found.resident == pytest.approx(kept.resident - states - kept.kinds["parameters"] / 2, rel=0.05)
+
+
 def test_the_fewest_ranks_that_fit() -> None:
     subject = SUBJECTS["layers"]
     limit = estimate(subject, "fsdp", 5, 4).peak

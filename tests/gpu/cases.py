@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from shardkit import OffloadPolicy
 from tests.figures import implementations
 from tests.figures.gpt import GPT, Block
 from tests.figures.implementations import IMPLEMENTATIONS, Trainer
@@ -76,6 +77,7 @@ WAYS = {
     "shardkit": "shardkit OSS + ShardedDDP",
     "fsdp": "shardkit FSDP",
     "fully_shard": "shardkit fully_shard",
+    "masters": "shardkit fully_shard, masters on the host",
     "torch_fsdp1": "torch FSDP1",
     "torch_fsdp2": "torch FSDP2",
     "fairscale_fsdp": "fairscale FSDP",
@@ -83,6 +85,9 @@ WAYS = {
 _MIXED: dict[str, Callable[..., Trainer]] = {
     "fsdp": implementations.fsdp,
     "fully_shard": implementations.fully_shard,
+    "masters": lambda model, compute: implementations.fully_shard(
+        model, compute, offload=OffloadPolicy(masters=True)
+    ),
     "torch_fsdp1": implementations.torch_fsdp1,
     "torch_fsdp2": implementations.torch_fsdp2,
     "fairscale_fsdp": lambda model, compute: implementations.fsdp(
@@ -93,7 +98,7 @@ _MIXED: dict[str, Callable[..., Trainer]] = {
 
 def ways(variant: Variant, device: str) -> list[str]:
     """What can train so there; fairscale's FSDP insists on CUDA."""
-    names = [BARE, *_MIXED] if variant.mixed else list(WAYS)
+    names = [BARE, *_MIXED] if variant.mixed else [way for way in WAYS if way != "masters"]
     return [n for n in names if device == "cuda" or not n.startswith("fairscale")]
 
 

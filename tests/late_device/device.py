@@ -51,6 +51,7 @@ def _module(name: str, late: Any) -> types.ModuleType:
     module.current_device = late.current_device
     module.set_device = lambda device: late.set_device(torch.device(name, device).index)
     module.synchronize = torch.accelerator.synchronize
+    module.memory_allocated = late.bytes
     module.manual_seed = module.manual_seed_all = lambda seed: None  # the CPU's generator serves it
     module.get_rng_state = lambda device=name: torch.get_rng_state()
     module.set_rng_state = lambda state, device=name: torch.set_rng_state(state)

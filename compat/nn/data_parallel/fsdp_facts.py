@@ -66,7 +66,35 @@ class InnerStateDict(Answer):
         return (door.state_dict if door.world_size == 1 else door.local_state_dict)(*args, **kwargs)
 
 
-class FairscaleFacts(Door):
+class StandIn(Door):
+    """A wrapper that stands for fairscale's or torch's: its state, as far as both have it under the same names."""
+
+    _passed_group: PassedGroup
+    training_state: enum.Enum
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self._state.is_root
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device on which parameters are gathered."""
+        return self._state.compute_device
+
+    def assert_state(self, state: enum.Enum | list[enum.Enum]) -> None:
+        """Raises unless the module is in one of these states.
+
+        Raises:
+            LifecycleError: it is in another one.
+        """
+        wanted = [state] if isinstance(state, enum.Enum) else state
+        if self.training_state not in wanted:
+            raise LifecycleError(
+                f"expected to be in states {wanted} but current state is {self.training_state}"
+            )
+
+
+class FairscaleFacts(StandIn):
     """A wrapper's state, under fairscale's names.
 
     Attributes:
@@ -74,14 +102,9 @@ class FairscaleFacts(Door):
         flatten_parameters, move_params_to_cpu: as they were passed.
     """
 
-    _passed_group: PassedGroup
     _passed_for_gradients: PassedGroup
     flatten_parameters: bool
     move_params_to_cpu: bool
-
-    @property
-    def _is_root(self) -> bool | None:
-        return self._state.is_root
 
     @property
     def module(self) -> nn.Module:
@@ -142,10 +165,6 @@ class FairscaleFacts(Door):
         return self._state.options.precision.buffers or self.compute_dtype
 
     @property
-    def compute_device(self) -> torch.device:
-        return self._state.compute_device
-
-    @property
     def numel_padded_per_param(self) -> list[int]:
         """Padding at the end of each of this rank's shards."""
         return [listing.layout.padding(self.rank) for listing in self._state.listings]
@@ -156,7 +175,7 @@ class FairscaleFacts(Door):
         return self._state.summoned is not None or any(f.is_full for f in self._state.flats)
 
     @property
-    def training_state(self) -> TrainingState:
+    def training_state(self) -> TrainingState:  # type: ignore[override]
         """Tells what the module is doing."""
         if self._state.summoned is not None:
             return TrainingState.SUMMON_FULL_PARAMS
@@ -211,18 +230,6 @@ class FairscaleFacts(Door):
         """
         self.assert_state(TrainingState.IDLE)
         self._state.forget_root()
-
-    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Raises unless the module is in one of these states.
-
-        Raises:
-            LifecycleError: it is in another one.
-        """
-        wanted = [state] if isinstance(state, TrainingState) else state
-        if self.training_state not in wanted:
-            raise LifecycleError(
-                f"expected to be in states {wanted} but current state is {self.training_state}"
-            )
 
 
 # ------------------------------------------------------------ optimizer state

@@ -154,7 +154,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         return self._full_state_dict(*args, **kwargs)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Gradients are divided by ``pre`` before and by ``post`` after their sum over ranks."""
+        """Divides gradients by ``pre`` before and by ``post`` after their sum over ranks."""
         for m in self.modules() if recursive else [self]:
             if isinstance(m, FullyShardedDataParallel):
                 m.gradient_predivide_factor, m.gradient_postdivide_factor = pre, post

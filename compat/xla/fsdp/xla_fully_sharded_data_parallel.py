@@ -322,15 +322,9 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         return is_local
 
     # ------------------------------------------------------------ steps
-    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
-        """Gradients are divided by ``pre`` before and by ``post`` after their sum over ranks.
-
-        As in torch_xla, 1 and 1 leave the division to the reduction: the mean.
-        """
-        for m in self.modules() if recursive else [self]:
-            if isinstance(m, XlaFullyShardedDataParallel):
-                m.gradient_predivide_factor, m.gradient_postdivide_factor = pre, post
-                m.set_divisors(pre, m.world_size if (pre, post) == (1, 1) else post)
+    def set_divisors(self, before: float, after: float) -> None:
+        """Divides gradients so; as in torch_xla, 1 and 1 leave the division to the reduction: the mean."""
+        super().set_divisors(before, self.world_size if (before, after) == (1, 1) else after)
 
     def clip_grad_norm_(
         self,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _STRATEGIES = (
     "fsdp",
     "fsdp-kept",
+    "fsdp-masters",
     "fully_shard",
     "sharded_ddp",
 )  # of shardkit.tools.estimate, which imports torch

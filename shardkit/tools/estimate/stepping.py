@@ -36,6 +36,8 @@ class MemoryWatch(LiveTensors):
     Attributes:
         peak_at: the number of the operation after which most was alive.
         seen: what :attr:`moments` showed: bytes by kind.
+        elsewhere: storages in the host's memory, which does not count.
+        is_elsewhere: what is computed now is.
     """
 
     def __init__(
@@ -48,6 +50,12 @@ class MemoryWatch(LiveTensors):
         self.operations = 0
         self.peak_at = -1
         self.seen: list[dict[str, int]] = []
+        self.elsewhere: set[int] = set()
+        self.is_elsewhere = False
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        if not self.is_elsewhere and storage._cdata not in self.elsewhere:
+            super().count(storage)
 
     def grown(self) -> None:
         """Nothing: what is alive within an operation does not count."""
@@ -177,6 +185,7 @@ class _MetaTraining:
         fullest = fullest_rank(strategy, model, ranks)
         self._backend = CountingBackend(ranks, fullest, self._note_resized, on_host)
         self._sharded: Sharded = STRATEGIES[strategy](subject, model, self._backend)
+        self._is_on_host = strategy == "fsdp-masters"
 
     def _note_resized(self, tensor: torch.Tensor) -> None:
         self._resized[tensor.untyped_storage()._cdata] = tensor
@@ -216,6 +225,9 @@ class _MetaTraining:
 
     def _watched(self, moments: Sequence[int]) -> MemoryWatch:
         watch = MemoryWatch(self._kinds, moments, self._backend.counted.tape)
+        watch.elsewhere = self._backend.pinned_storages
+        if self._is_on_host:
+            watch.elsewhere |= {p.untyped_storage()._cdata for p in self._sharded.model.parameters()}
         watch.add(self._kinds())
         self._watch = watch
         with watch:
@@ -231,8 +243,12 @@ class _MetaTraining:
         if tape is not None:
             tape.add(Mark("backward"))
         loss.backward()
+        if self._watch is not None:
+            self._watch.is_elsewhere = self._is_on_host
         with torch.device("cpu"):  # for its own counters, which have values
             optimizer.step()
+        if self._watch is not None:
+            self._watch.is_elsewhere = False
         optimizer.zero_grad(set_to_none=True)
         if tape is not None:
             tape.add(Mark("step"))

@@ -23,13 +23,14 @@ from torch.utils.checkpoint import (
 from ...backend import Backend
 from ...errors import ConfigurationError
 from ...fsdp import FSDP, fully_shard
+from ...fsdp.masters import Mirrored
 from ...fsdp.originals import as_tensors
 from ...fsdp.state import state_of
 from ...integrations.sharding import Sharding
 from ...layout import greedy_owners
 from ...oss.optimizer import OSS
 from ...oss.sharded_ddp import ShardedDDP
-from ...policy import PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ...policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ...types import Kwargs, Tree
 from ..verify.experiment import load_experiment
 
@@ -79,12 +80,14 @@ def _in_units(
     backend: Backend,
     shard: Callable[..., nn.Module],
     after_forward: bool = True,
+    offload: OffloadPolicy | None = None,
 ) -> Sharded:
     options: Kwargs = {
         "backend": backend,
         "precision": PrecisionPolicy(compute=subject.compute),
         "reduce": ReducePolicy(dtype=subject.reduce),
         "reshard": ReshardPolicy(after_forward=after_forward),
+        "offload": offload,
     }
     subject.units(model, lambda part: shard(part, **options))
     model = shard(model, **options)
@@ -102,6 +105,7 @@ def _sharded_ddp(subject: Subject, model: nn.Module, backend: Backend) -> Sharde
 STRATEGIES: dict[str, Callable[..., Sharded]] = {
     "fsdp": partial(_in_units, shard=FSDP),
     "fsdp-kept": partial(_in_units, shard=FSDP, after_forward=False),
+    "fsdp-masters": partial(_in_units, shard=FSDP, offload=OffloadPolicy(masters=True)),
     "fully_shard": partial(_in_units, shard=fully_shard),
     "sharded_ddp": _sharded_ddp,
 }
@@ -128,18 +132,26 @@ def fsdp2_padding(model: nn.Module, world_size: int) -> dict[str, float]:
 
 
 def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Lists its tensors now, but activations; ``resized`` had their memory taken or given back."""
+    """Lists its tensors now, but activations; ``resized`` had their memory taken or given back.
+
+    What is on the host is left out.
+    """
     model, optimizer = sharded
     params: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
     gradients = [p.grad for p in params if p.grad is not None]
     gathered: list[torch.Tensor] = []
     state = state_of(model)
-    for flat in state.all_flats() if state is not None else ():
+    flats = state.all_flats() if state is not None else []
+    copies = [flat.store.copy for flat in flats if isinstance(flat.store, Mirrored)]
+    if copies:
+        params, gradients = [*copies, *model.buffers()], []
+    for flat in flats:
         gathered.append(flat.gathered)
         with as_tensors():
             gradients += [o.param.grad for o in flat.originals if o.param.grad is not None]
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
-    moments = [v for entry in inner.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+    entries = [] if copies else inner.state.values()
+    moments = [v for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)]
     return {
         "parameters": params,
         "gathered": gathered,

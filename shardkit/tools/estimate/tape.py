@@ -234,6 +234,9 @@ class CountingBackend(ImaginedBackend):
         rank: which of them this is.
         resized: is told of tensors whose memory was taken or given back; None: nobody is.
         on_host: ranks are processes on CPUs, over gloo; else on devices.
+
+    Attributes:
+        pinned_storages: memory of the host.
     """
 
     name = "counting"
@@ -243,6 +246,12 @@ class CountingBackend(ImaginedBackend):
     ) -> None:
         self.counted = self._group = CountingGroup(self, world_size, rank, on_host)
         self._resized = resized
+        self.pinned_storages: set[int] = set()
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(numel, dtype=dtype, device="meta")
+        self.pinned_storages.add(made.untyped_storage()._cdata)
+        return made
 
     def device(self) -> torch.device:
         """Tells where that is made which ranks tell each other: it has values, which no other rank changes."""

@@ -499,7 +499,7 @@ class Heart:
     def __init__(
         self, connect: Callable[[], TCPStore], number: int, machines: int, name: str, holder: str
     ) -> None:
-        self._connect, self._number, self._machines = connect, number, machines
+        self._connect, self._number = connect, number
         self._name, self._holder = name, holder
         self._heard = {other: time.monotonic() for other in range(machines) if other != number}
         self._counts = dict.fromkeys(self._heard, -1)

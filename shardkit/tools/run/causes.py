@@ -9,11 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import CONSEQUENCES
 from ...launching.run_folder import steps_of
 
 STOPPED = 75  # EX_TEMPFAIL: the program was asked to stop, has saved, and can be started again
-# What a rank raises when another one failed first.
-_CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
 _OF_GLOO = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe")
 _INSIDE = re.compile(r" \(\[/.*\)$")  # where in gloo's source it was found
 _LINES, _LETTERS = 40, 600  # of a traceback, and of a message
@@ -96,7 +95,7 @@ class Failure:
     def is_consequence(self) -> bool:
         """Whether it says no more than that another rank is gone."""
         text = "" if self.fault else self._error().get("text", "")
-        return text.startswith(_CONSEQUENCES) or bool(_OF_GLOO.search(text))
+        return text.startswith(CONSEQUENCES) or bool(_OF_GLOO.search(text))
 
 
 _KNOWN = {

@@ -250,7 +250,7 @@ class Exchange(Bringing):
         chunks = [self._sent(pieces, gradients) for pieces in _by_rank(plan.away)]
         sent = torch.cat([*chain(*chunks), self._like]).to(self._device)
         arrived = torch.empty(sum(receive), dtype=sent.dtype, device=sent.device)
-        work = DONE
+        work: Work = DONE
         if plan.total:
             with self._to_owners.exchange():
                 work = self._group.all_to_all(
@@ -354,7 +354,7 @@ class Exchange(Bringing):
                 if o.part.here is not None and o.part.trains
             ]
         )
-        work = DONE
+        work: Work = DONE
         if plan.total:
             with self._to_shards.exchange():
                 work = self._group.all_to_all(

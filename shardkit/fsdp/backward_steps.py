@@ -1,0 +1,159 @@
+"""The step of an optimizer as a part of backward, over shards on the host; see [Note: steps in backward]."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigurationError, LifecycleError
+from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
+from ..optimizers.shards import listing_of
+from .flat_param import FlatParam
+from .landing import Landing
+
+
+@contextlib.contextmanager
+def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, ``backward()`` is the optimizer's ``step()`` and ``zero_grad()``, too (collective).
+
+    ::
+
+        with shardkit.step_in_backward(optimizer):
+            loss.backward()
+
+    For shards on the host (``OffloadPolicy(masters=True)``): the optimizer runs over a unit's shards while the device
+    computes the rest of backward, and the new values go up meanwhile. The numbers are those of ``loss.backward()``,
+    ``optimizer.step()`` and ``optimizer.zero_grad()``. Nothing can come between backward and step, so gradients can't
+    be clipped or unscaled; a program that does so calls ``step()``. Micro-batches before the last one are outside.
+
+    Args:
+        optimizer: element-wise: of torch's, or declared (:func:`~shardkit.declare_elementwise`).
+
+    Raises:
+        ConfigurationError: the optimizer is another one, or lists no such shards.
+        LifecycleError: a second backward inside.
+    """
+    steps = _steps.get(optimizer)
+    if steps is None or steps.are_of_others(optimizer):
+        steps = _StepsByUnit(optimizer)
+        _steps[optimizer] = steps
+    steps.begin(optimizer)
+    try:
+        yield
+        steps.step_rest(optimizer)
+    finally:
+        steps.end()
+
+
+class _StepsByUnit:
+    """Makes of one optimizer one for each flat parameter, with the same state and options.
+
+    So whatever looks at the steps of an optimizer over shards (``optimizer_check.py``) looks at these.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not is_known_elementwise(type(optimizer)):
+            raise ConfigurationError(
+                f"step_in_backward: {type(optimizer).__name__} may look at more than one parameter, or at what is not "
+                f"there before backward ends; it is for torch's {names_of_elementwise()}. Call step() after backward; "
+                "if it updates every element by itself: shardkit.declare_elementwise"
+            )
+        self._listed = _listed(optimizer)
+        # by what they are of, of each group; under None what is sharded otherwise or not at all
+        found: dict[FlatParam | None, list[list[nn.Parameter]]] = {None: [[] for _ in self._listed]}
+        for k, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                listing = listing_of(param)
+                flat = None if listing is None or listing.flat.store.landing is None else listing.flat
+                found.setdefault(flat, [[] for _ in self._listed])[k].append(param)
+        self._rest = found.pop(None)
+        self._parts = {
+            flat: _part_of(optimizer, params) for flat, params in found.items() if flat is not None
+        }
+        self._landings: list[Landing] = []
+        self._stepped: set[FlatParam] = set()
+        if not self._parts:
+            raise ConfigurationError(
+                "step_in_backward: the optimizer lists no shards on the host that the device has a copy of; shard with "
+                "offload=OffloadPolicy(masters=True), or call step() after backward"
+            )
+        if any(flat.reduce.order is not None for flat in self._parts):
+            raise ConfigurationError(
+                'step_in_backward with ReducePolicy(order="fixed"): a step waits for other micro-batches there; call '
+                "step() after the last one"
+            )
+
+    def are_of_others(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer lists other parameters by now, or they are elsewhere."""
+        is_moved = any(flat.store.landing is None for flat in self._parts)
+        return is_moved or _listed(optimizer) != self._listed
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Steps from now on follow each unit's gradient."""
+        self._stepped = set()
+        for flat, part in self._parts.items():
+            part.state = optimizer.state
+            for group, given in zip(part.param_groups, optimizer.param_groups, strict=True):
+                group.update({name: value for name, value in given.items() if name != "params"})
+            if (landing := flat.store.landing) is not None:
+                landing.then = partial(self._step, flat)
+                self._landings.append(landing)
+
+    def end(self) -> None:
+        """Gradients are the program's again."""
+        landings, self._landings = self._landings, []
+        for landing in landings:
+            landing.then = None
+
+    def _step(self, flat: FlatParam) -> None:
+        if flat in self._stepped:
+            raise LifecycleError(
+                f"step_in_backward: a second backward inside of one block would be a second step of {flat.label}. Run "
+                "the backwards of other micro-batches in front of the block, and the last one inside"
+            )
+        self._stepped.add(flat)
+        part = self._parts[flat]
+        part.step()
+        part.zero_grad()
+
+    def step_rest(self, optimizer: Optimizer) -> None:
+        """Steps what is sharded otherwise or not at all, and what this backward did not reach."""
+        for flat in self._parts:
+            if flat not in self._stepped:
+                self._step(flat)
+        lists = [group["params"] for group in optimizer.param_groups]
+        for group, rest in zip(optimizer.param_groups, self._rest, strict=True):
+            group["params"] = rest
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
+
+
+def _listed(optimizer: Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _part_of(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Optimizer:
+    """Makes an optimizer that is another one in all but what it lists, and who hears of its steps."""
+    part: Optimizer = object.__new__(type(optimizer))
+    part.__dict__.update(
+        {
+            name: OrderedDict() if name.endswith("_hooks") else value
+            for name, value in optimizer.__dict__.items()
+            if name != "step"  # a scheduler's, that counts the program's steps
+        }
+    )
+    part.param_groups = [{"params": listed} for listed in params]
+    return part

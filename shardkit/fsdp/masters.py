@@ -1,0 +1,80 @@
+"""Shards on the host, in full precision, with a copy on the device in the dtype that is computed in.
+
+Legend: S shard numel, P bytes of a rank's shards in that dtype.
+
+So the optimizer runs on the host, where its state is too, and nothing that is read there differs from what it is
+without a copy: gradients, clipping, state dicts. What differs is what crosses the bus, and when.
+
+- *Up.* Gathers read the copy. It is renewed after each step of an optimizer, P bytes, unit by unit in the order of
+  forward; a unit's gather waits for its own part. Any other change of a shard is noticed by its version, in front of
+  the next gather. Values are cast on the host, into pinned memory that nobody else writes to: what is on its way stays
+  what it was, whatever the program does to the shards meanwhile.
+- *Down.* A reduced gradient is copied as it has travelled between ranks, P bytes a backward, while backward goes on.
+  The host waits for it at the end of backward, and casts it there.
+
+[Note: steps in backward] Between backward and step a program may read and change all gradients: clip them, unscale
+them, skip the step. So at the end of backward the host waits for all of them, and the device has nothing to do while
+the optimizer runs. With :func:`~shardkit.step_in_backward` a program says that it does nothing of that. At the end of
+backward, where the device still computes what the host has long issued, the host then takes one unit after the other:
+it waits for its gradient, runs the optimizer over it, and sends the new values up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from ..backend import DONE, Copy
+from .landing import Landing
+from .store import Stored
+
+if TYPE_CHECKING:
+    from .flat_param import FlatParam
+
+
+@final
+class Mirrored(Stored):
+    """Gathers from a copy of the shard.
+
+    Attributes:
+        copy: on the device, [S].
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        super().__init__(flat)
+        self.landing: Landing = Landing(self._backend, flat.layout.shard_numel, flat.param.dtype)
+        size = flat.layout.shard_numel
+        self.copy = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._staged = self._backend.pinned(size, self._dtype)
+        self._copied: tuple[int, int] | None = None  # version and memory of the shard that it is a copy of
+        self._work: Copy = DONE
+
+    def attach(self) -> None:
+        super().attach()
+        self.forget_copy()
+
+    def forget_copy(self) -> None:
+        self._copied = None
+
+    def _now(self) -> tuple[int, int]:
+        return self._flat.version, self._flat.param.data_ptr()
+
+    @torch.no_grad()
+    def renew(self, always: bool = True) -> None:
+        """Copies the shard to the device, beside what is computed; where it has another version, or ``always``."""
+        if not always and self._copied == self._now():
+            return
+        if not self._work.is_done():  # nothing has been computed with what came up last
+            self._work.wait_on_host()
+        self._work.wait()
+        self._staged.copy_(self._flat.param.data.view(-1))
+        self._work = self._backend.copy_up(self.copy, self._staged, at_once=self.landing.is_idle)
+        self._copied = self._now()
+
+    def sent(self) -> torch.Tensor:
+        if self._copied != self._now():
+            self.renew()
+        self._work.wait()
+        self.landing.is_idle = False
+        return self.copy
