@@ -107,10 +107,10 @@ test-core: $(CORE)/.ready
 NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli migration parity testing faults compat \
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
   checkpoint/test_files.py $(addprefix clients/test_,torchrun.py fsdp2_trainer.py) $(addprefix running/test_,run.py started.py) \
-  $(addprefix rehearsal/test_,hangs.py scripts.py trainings.py) $(addprefix tracing/test_,run.py command.py metrics.py) \
+  rehearsal/test_scripts.py $(addprefix tracing/test_,run.py command.py metrics.py) \
   $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py fairscale_faults.py large.py one_order.py) \
   backends/test_lifetimes.py $(addprefix border/test_,libraries.py same_bits.py) \
-  $(addprefix whole_parameters/test_,costs.py oss.py plan.py rules.py state.py) \
+  $(addprefix whole_parameters/test_,oss.py plan.py rules.py state.py) \
   $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
   $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
@@ -118,8 +118,8 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
   moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
   extra/test_adam.py::test_within_oss oss/test_oss.py::test_every_optimizer_of_torch \
-  model_parallel/test_model_parallel.py::test_llama backends/test_group_lifetime.py::test_sockets_of_a_rank \
-  backends/test_group_lifetime.py::test_a_new_default_group_after_the_first_was_destroyed \
+  model_parallel/test_model_parallel.py::test_llama backends/test_gloo.py::test_sockets_of_a_rank \
+  backends/test_gloo.py::test_a_new_default_group_after_the_first_was_destroyed \
   evaluation/test_gathering.py::test_dtypes_have_to_agree)
 
 test-xla: $(XLA)/.ready
@@ -133,8 +133,8 @@ QUICK := $(addprefix tests/,test_layout.py test_docs.py test_house.py test_summa
   checkpoint/test_prefix.py compat/test_older_paths.py compat/test_redirected.py migration/test_rewriting.py \
   $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py unused.py) \
   $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \
-  $(addprefix backends/test_,contract.py gloo.py simulated.py watch.py) \
-  $(addprefix border/test_,inside.py kept_views.py optimizers.py options.py wrappers.py) \
+  $(addprefix backends/test_,contract.py gloo.py simulated.py watchdog.py) \
+  $(addprefix border/test_,inside.py kept_views.py optimizers.py wrappers.py) \
   $(addprefix whole_parameters/test_,plan.py rules.py training.py) figures/test_scale_figures.py)
 QUICK_WITHOUT := compile or gloo3 or gloo4 or simulated3 or simulated4 or that_change_on_one_rank
 

@@ -16,7 +16,7 @@ from hypothesis import settings
 from shardkit import backend
 from shardkit.backends.processes import RankPool
 from tests.backends.streams_device import StreamsBackend
-from tests.pools import DEVICE, XLA_FLAGS, ForkedPool, close_pools
+from tests.pools import DEVICE, XLA_FLAGS, ForkedPool, close_pools, free_port
 
 # The same examples in every run, so that a change is judged and not its luck; ``make fuzz`` draws new ones.
 settings.register_profile(
@@ -65,6 +65,12 @@ def fresh() -> Iterator[RankPool]:
     """A process that has not imported the real fairscale, as this one may have for other tests."""
     with ForkedPool(1) as pool:
         yield pool
+
+
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens on, where ranks may meet."""
+    return free_port()
 
 
 @pytest.fixture(autouse=True)

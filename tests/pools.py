@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 from unittest import mock
+
+import pytest
 
 from shardkit.backends.processes import RankPool, join_ranks
 
@@ -60,6 +63,35 @@ def run_once(world_size: int, backend: str, fn: Callable[..., Any], *args: Any) 
         return pool.run(fn, *args)
     finally:
         pool.close()
+
+
+def on_ranks(*worlds: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of what each rank does, given its number, ``world_size`` if asked for, and the test's arguments.
+
+    A world is a number of ranks over gloo, (number, backend), or one of tests/backends/environments.py; of several each
+    is a test.
+    """
+    cases = [w if hasattr(w, "marks") else pytest.param(w, id=str(w)) for w in worlds]
+    cases = [c if len(c.values) == 1 else pytest.param(c.values[::-1], marks=c.marks, id=c.id) for c in cases]
+
+    def decorate(program: Callable[..., None]) -> Callable[..., None]:
+        def test(world: Any = worlds[0], **given: Any) -> None:
+            given["world_size"], given["backend"] = world if isinstance(world, tuple) else (world, "gloo")
+            pool = rank_pool(given["world_size"], given["backend"])
+            pool.run(program, *(given[name] for name in asked))
+
+        functools.update_wrapper(test, program)  # the lines that pytest shows are the program's
+        asked = [n for n, p in inspect.signature(program).parameters.items() if p.default is p.empty][1:]
+        wanted = [name for name in asked if name not in ("world_size", "backend")]
+        wanted += ["world"] * (len(cases) > 1)
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in wanted]
+        )
+        program.__name__ = program.__qualname__ = f"_ranks_of_{program.__name__}"  # by which ranks find it
+        program.__globals__[program.__name__] = program
+        return pytest.mark.parametrize("world", cases)(test) if len(cases) > 1 else test
+
+    return decorate
 
 
 def _make_room() -> None:

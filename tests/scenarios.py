@@ -16,6 +16,7 @@ from torch import nn
 from shardkit.backend import get_backend
 from shardkit.nn.data_parallel import ShardedDataParallel
 from shardkit.optim.oss import OSS
+from tests.beside import assert_same
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
@@ -83,14 +84,6 @@ class Sharded:
         return self.optimizer.clip_grad_norm(max_norm, norm_type)
 
 
-def assert_same_parameters(a: nn.Module, b: nn.Module, where: str, tolerance: float = 2e-6) -> None:
-    """Parameters and buffers of two modules agree."""
-    for (name, x), (_, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
-        torch.testing.assert_close(
-            x.cpu(), y.cpu(), rtol=tolerance * 10, atol=tolerance, msg=lambda m, n=name: f"{where}: {n}: {m}"
-        )
-
-
 def compare(
     rank: int,
     world_size: int,
@@ -115,7 +108,9 @@ def compare(
     sharded = Sharded(model, rank, optim, groups, options, ddp or {})
     for step, (where, _) in enumerate(zip(scenario(sharded), scenario(truth), strict=True)):
         chosen.mark_step()
-        assert_same_parameters(sharded.inner, truth.inner, f"rank {rank}, step {step} ({where})", tolerance)
+        assert_same(
+            sharded.inner, truth.inner, f"rank {rank}, step {step} ({where})", 10 * tolerance, tolerance
+        )
 
 
 def seeded(model: nn.Module) -> None:

@@ -16,11 +16,12 @@ import shardkit
 from shardkit.nn.data_parallel import ShardedDataParallel
 from shardkit.optim.oss import OSS
 from shardkit.utils.testing import DummyProcessGroup
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 from tests.scenarios import batch
 
 
-def _optimizer_classes(rank: int) -> None:
+@on_ranks(2)
+def test_wrong_optimizer_class(rank: int) -> None:
     model = nn.Linear(3, 2)
     for optim, message in (
         (torch.optim.SGD(model.parameters(), lr=0.1), "pass its class"),
@@ -39,11 +40,8 @@ def _optimizer_classes(rank: int) -> None:
         shardkit.OSS(model.parameters(), partition="best", lr=0.1)  # type: ignore[arg-type]
 
 
-def test_wrong_optimizer_class() -> None:
-    rank_pool(2).run(_optimizer_classes)
-
-
-def _several_devices(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_on_several_devices(rank: int) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(shardkit.ConfigurationError, match="several devices: cpu, meta"):
         OSS(model.parameters(), lr=0.1)
@@ -52,11 +50,8 @@ def _several_devices(rank: int) -> None:
         ShardedDataParallel(model, optimizer)
 
 
-def test_parameters_on_several_devices() -> None:
-    rank_pool(2).run(_several_devices)
-
-
-def _differing_models(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_parameters_that_differ_between_ranks(rank: int, world_size: int) -> None:
     first, other = nn.Linear(3, 2), nn.Linear(2, 3)
     cases: list[tuple[Any, str]] = [
         ([nn.Parameter(torch.zeros(3 if rank == 1 else 4))], r"rank 1 has parameter 0 of group 0 \(\[3\]"),
@@ -80,12 +75,8 @@ def _differing_models(rank: int, world_size: int) -> None:
         ShardedDataParallel(model, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_that_differ_between_ranks(world_size: int) -> None:
-    rank_pool(world_size).run(_differing_models, world_size)
-
-
-def _groups(rank: int) -> None:
+@on_ranks(2)
+def test_process_groups_that_do_not_fit(rank: int) -> None:
     model = nn.Linear(3, 2)
     only_0 = dist.new_group([0])
     if rank == 0:
@@ -103,11 +94,8 @@ def _groups(rank: int) -> None:
         OSS(model.parameters(), lr=0.1, group="everybody")
 
 
-def test_process_groups_that_do_not_fit() -> None:
-    rank_pool(2).run(_groups)
-
-
-def _gradient_of_a_gradient(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_that_require_gradients(rank: int) -> None:
     """fairscale's refuses it in the first forward, too."""
     model = nn.Linear(6, 2)
     wrapped = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1))
@@ -118,11 +106,9 @@ def _gradient_of_a_gradient(rank: int) -> None:
     wrapped(batch(0, rank)).sum().backward()
 
 
-def test_gradients_that_require_gradients() -> None:
-    rank_pool(2).run(_gradient_of_a_gradient)
-
-
-def _moved_after_wrapping(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_moves_to_another_kind_of_device_after_wrapping(rank: int) -> None:
+    """Its gradients would travel over the host's connections: slowly, and nobody would know why."""
     net = nn.Linear(6, 2)
     optimizer = OSS(net.parameters(), lr=0.1)
     model = shardkit.ShardedDDP(net, optimizer)
@@ -130,11 +116,6 @@ def _moved_after_wrapping(rank: int) -> None:
         shardkit.ConfigurationError, match=r"weight was moved to meta after .* wrapped on cpu"
     ):
         model.to("meta")
-
-
-def test_a_module_that_moves_to_another_kind_of_device_after_wrapping() -> None:
-    """Its gradients would travel over the host's connections: slowly, and nobody would know why."""
-    rank_pool(2).run(_moved_after_wrapping)
 
 
 def test_no_process_group() -> None:
@@ -191,7 +172,12 @@ def test_a_rank_that_dies_during_backward(tmp_path: Any) -> None:
         assert "gradients of bucket" in text
 
 
-def _failed_backward(rank: int) -> None:
+def _explode(_: torch.Tensor) -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+@on_ranks(2)
+def test_an_exception_in_backward_is_not_stepped_on(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     optimizer = OSS(model.parameters(), lr=0.1)
@@ -208,11 +194,3 @@ def _failed_backward(rank: int) -> None:
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, model[0].weight.tolist())
     assert gathered[0] == gathered[1]
-
-
-def _explode(_: torch.Tensor) -> None:
-    raise ZeroDivisionError("on purpose")
-
-
-def test_an_exception_in_backward_is_not_stepped_on() -> None:
-    rank_pool(2).run(_failed_backward)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import io
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,14 +25,11 @@ from shardkit.backend import ReduceOp
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optim.grad_scaler import ShardedGradScaler as compat_scaler
 from shardkit.training.grad_scaler import GradScaler, ShardedGradScaler
-from tests.pools import rank_pool
+from tests.beside import reread
+from tests.pools import on_ranks, rank_pool
 
 SIZES = [2, 3]
 OPTIONS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
-
-
-def run(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return rank_pool(world_size, "gloo").run(fn, *args)
 
 
 def mlp() -> nn.Module:
@@ -118,7 +113,7 @@ def train_on_a_rank(rank: int, engine: str, steps: list[Step], optim: Any) -> li
 
 def check_training(world_size: int, engine: str, steps: list[Step], optim: Any = torch.optim.SGD) -> None:
     expected = train_alone(world_size, steps, optim)
-    for rank, seen in enumerate(run(world_size, train_on_a_rank, engine, steps, optim)):
+    for rank, seen in enumerate(rank_pool(world_size).run(train_on_a_rank, engine, steps, optim)):
         for number, ((state, params), (true_state, true_params)) in enumerate(
             zip(seen, expected, strict=True)
         ):
@@ -199,7 +194,7 @@ def own_parameters(rank: int, kind: str, optim: Any, options: dict[str, Any], ba
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("bad_rank", [None, 0])
 def test_dtypes_and_a_rank_without_gradients(world_size: int, kind: str, bad_rank: int | None) -> None:
-    results = run(world_size, own_parameters, kind, torch.optim.SGD, {}, bad_rank)
+    results = rank_pool(world_size).run(own_parameters, kind, torch.optim.SGD, {}, bad_rank)
     for rank, (moved, gradients, change) in enumerate(results):
         last = rank == world_size - 1
         assert change == (1.0 if bad_rank is None else 0.5)
@@ -214,13 +209,16 @@ def test_dtypes_and_a_rank_without_gradients(world_size: int, kind: str, bad_ran
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("bad_rank", [None, 0])
 def test_optimizers_that_skip_by_themselves(world_size: int, bad_rank: int | None) -> None:
-    results = run(world_size, own_parameters, "float32", torch.optim.AdamW, {"fused": True}, bad_rank)
+    results = rank_pool(world_size).run(
+        own_parameters, "float32", torch.optim.AdamW, {"fused": True}, bad_rank
+    )
     for rank, (moved, _, change) in enumerate(results):
         assert change == (1.0 if bad_rank is None else 0.5)
         assert moved == [bad_rank is None and rank < world_size - 1] * 2
 
 
-def two_ranks_overflow(rank: int) -> Any:
+@on_ranks(*SIZES)
+def test_fairscale_grows_the_scale_when_two_ranks_overflow(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.5)
     scaler = ShardedGradScaler(init_scale=64.0, growth_interval=1)
@@ -229,15 +227,11 @@ def two_ranks_overflow(rank: int) -> Any:
         p.grad.fill_(math.nan)  # type: ignore[union-attr]
     scaler.step(optimizer)
     scaler.update()
-    return p.tolist(), scaler.get_scale()
+    assert (p.tolist(), scaler.get_scale()) == ([1.0, 1.0], 32.0)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
-def test_fairscale_grows_the_scale_when_two_ranks_overflow(world_size: int) -> None:
-    assert run(world_size, two_ranks_overflow) == [([1.0, 1.0], 32.0)] * world_size
-
-
-def several_optimizers(rank: int) -> Any:
+@on_ranks(*SIZES)
+def test_several_optimizers_decide_for_themselves(rank: int) -> None:
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     first = torch.optim.SGD([{"params": [a]}, {"params": [c], "lr": 0.25}], lr=0.5)
     second = torch.optim.SGD([b], lr=0.5)
@@ -256,12 +250,12 @@ def several_optimizers(rank: int) -> Any:
         scaler.unscale_(first)
         raise AssertionError("unscale_() after step()")
     scaler.update()
-    return a.tolist(), b.tolist(), c.tolist(), scaler.get_scale()
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_several_optimizers_decide_for_themselves(world_size: int) -> None:
-    assert run(world_size, several_optimizers) == [([0.5, 0.5], [1.0, 1.0], [0.75, 0.75], 32.0)] * world_size
+    assert (a.tolist(), b.tolist(), c.tolist(), scaler.get_scale()) == (
+        [0.5, 0.5],
+        [1.0, 1.0],
+        [0.75, 0.75],
+        32.0,
+    )
 
 
 def sparse(rank: int, bad_rank: int | None, dtype: torch.dtype) -> Any:
@@ -281,8 +275,8 @@ def sparse(rank: int, bad_rank: int | None, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_sparse_gradients(world_size: int) -> None:
     for dtype in (torch.float32, torch.float16):
-        assert run(world_size, sparse, None, dtype) == [([1.0, -1.0, 1.0, 0.0], 8.0)] * world_size
-    assert run(world_size, sparse, 1, torch.float16) == [([1.0] * 4, 4.0)] * world_size
+        assert rank_pool(world_size).run(sparse, None, dtype) == [([1.0, -1.0, 1.0, 0.0], 8.0)] * world_size
+    assert rank_pool(world_size).run(sparse, 1, torch.float16) == [([1.0] * 4, 4.0)] * world_size
 
 
 # ---------------------------------------------------------------------- groups
@@ -310,14 +304,15 @@ def in_subgroup(rank: int, how: str, bad_rank: int) -> Any:
 
 @pytest.mark.parametrize("how", ["of the optimizer", "given"])
 def test_group(how: str) -> None:
-    assert run(3, in_subgroup, how, 2) == [([[0.5, 0.5], [0.5, 0.5]], 64.0)] * 2 + [None]
-    assert run(3, in_subgroup, how, 1) == [([[1.0, 1.0], [1.0, 1.0]], 32.0)] * 2 + [None]
+    assert rank_pool(3).run(in_subgroup, how, 2) == [([[0.5, 0.5], [0.5, 0.5]], 64.0)] * 2 + [None]
+    assert rank_pool(3).run(in_subgroup, how, 1) == [([[1.0, 1.0], [1.0, 1.0]], 32.0)] * 2 + [None]
 
 
 # ---------------------------------------------------------------------- misuse
-def one_rank_never_scales(rank: int, optim: Any, options: dict[str, Any]) -> list[str]:
+@on_ranks(*SIZES)
+def test_a_rank_that_never_scaled_is_named_everywhere(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))
-    optimizer = optim([p], lr=0.5, **options)
+    optimizer = torch.optim.SGD([p], lr=0.5)
     scaler = ShardedGradScaler(init_scale=64.0)
     errors = []
     for attempt in range(2):
@@ -330,22 +325,8 @@ def one_rank_never_scales(rank: int, optim: Any, options: dict[str, Any]) -> lis
             errors.append(str(e))
             assert p.tolist() == [1.0, 1.0]
     assert p.tolist() != [1.0, 1.0]
-    return errors
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_a_rank_that_never_scaled_is_named_everywhere(world_size: int) -> None:
-    for rank, errors in enumerate(run(world_size, one_rank_never_scales, torch.optim.SGD, {})):
-        (message,) = errors
-        assert message.startswith("this rank" if rank == 1 else "another rank")
-
-
-def alone(body: Callable[[], None]) -> None:
-    run(2, _body, body)
-
-
-def _body(rank: int, body: Callable[[], None]) -> None:
-    body()
+    (message,) = errors
+    assert message.startswith("this rank" if rank == 1 else "another rank")
 
 
 def scaled_step(scaler: Any, p: nn.Parameter, optimizer: Any, bad: bool = False) -> None:
@@ -357,7 +338,8 @@ def scaled_step(scaler: Any, p: nn.Parameter, optimizer: Any, bad: bool = False)
     scaler.update()
 
 
-def closures() -> None:
+@on_ranks(2)
+def test_closures_are_refused(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.5)
     scaler = ShardedGradScaler()
@@ -373,10 +355,6 @@ def closures() -> None:
     assert ShardedGradScaler(enabled=False).step(optimizer, lambda: 7.0) == 7.0
 
 
-def test_closures_are_refused() -> None:
-    alone(closures)
-
-
 @pytest.mark.parametrize("bad", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"backoff_factor": 0.0}])
 def test_factors_are_checked(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(bad))):
@@ -384,7 +362,8 @@ def test_factors_are_checked(bad: dict[str, float]) -> None:
 
 
 # ---------------------------------------------------------------------- state
-def saving() -> None:
+@on_ranks(2)
+def test_fairscale_state_dict_after_a_back_off(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.5)
     fresh_state = ShardedGradScaler(**OPTIONS).state_dict()
@@ -404,18 +383,12 @@ def saving() -> None:
             q = nn.Parameter(torch.ones(2))
             scaled_step(copied, q, torch.optim.SGD([q], lr=0.5))
             assert q.tolist() == [0.5, 0.5]
-        buffer = io.BytesIO()
-        torch.save(saved, buffer)
-        buffer.seek(0)
-        scaler.load_state_dict(torch.load(buffer))
+        scaler.load_state_dict(reread(saved))
         reference.load_state_dict(saved)
 
 
-def test_fairscale_state_dict_after_a_back_off() -> None:
-    alone(saving)
-
-
-def new_scales() -> None:
+@on_ranks(2)
+def test_update_with_a_new_scale(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.5)
     scaler = ShardedGradScaler()
@@ -433,11 +406,8 @@ def new_scales() -> None:
         scaler.update(torch.ones(2))
 
 
-def test_update_with_a_new_scale() -> None:
-    alone(new_scales)
-
-
-def pickled_with_group() -> None:
+@on_ranks(2)
+def test_process_groups_do_not_travel_in_pickles(rank: int) -> None:
     scaler = ShardedGradScaler(process_group=dist.new_group([0, 1]), backend="gloo")
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], lr=0.5)
@@ -450,10 +420,6 @@ def pickled_with_group() -> None:
     scaled_step(
         pickle.loads(pickle.dumps(loaded)) if not loaded._per_optimizer_states else loaded, p, optimizer
     )
-
-
-def test_process_groups_do_not_travel_in_pickles() -> None:
-    alone(pickled_with_group)
 
 
 # ---------------------------------------------------------------------- without ranks

@@ -11,7 +11,7 @@ from torch import nn
 import shardkit
 from shardkit.backend import get_backend
 from shardkit.backends.c10d import group as c10d_group
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 class _Lines(logging.Handler):
@@ -30,7 +30,8 @@ def _listen() -> _Lines:
     return handler
 
 
-def _wrap(rank: int) -> tuple[list[str], list[str]]:
+@on_ranks(2)
+def test_what_was_wrapped(rank: int) -> None:
     fsdp, ddp = _listen(), _listen()
     module = nn.Sequential(shardkit.FSDP(nn.Linear(4, 4)), nn.Linear(4, 3))
     model = shardkit.FSDP(module)
@@ -41,23 +42,20 @@ def _wrap(rank: int) -> tuple[list[str], list[str]]:
     plain = nn.Linear(4, 3)
     shardkit.ShardedDDP(plain, shardkit.OSS(plain.parameters(), torch.optim.SGD, lr=0.1))
     logging.getLogger("shardkit").removeHandler(ddp)
-    return fsdp.lines, ddp.lines
+    fsdp, ddp = fsdp.lines, ddp.lines
+    # 20 and 15 elements: 10 and 8 a rank
+    assert fsdp == [
+        f"INFO rank {rank}: FSDP of 2 units, 4 parameters in shards of 72 bytes a rank; backend gloo, world size 2"
+    ]
+    owned = (48, 12)[rank]
+    assert ddp == [
+        f"INFO rank {rank}: ShardedDDP of 2 parameters (60 bytes), {owned} bytes of them owned by this rank; "
+        "backend gloo, world size 2"
+    ]
 
 
-def test_what_was_wrapped() -> None:
-    for rank, (fsdp, ddp) in enumerate(rank_pool(2).run(_wrap)):
-        # 20 and 15 elements: 10 and 8 a rank
-        assert fsdp == [
-            f"INFO rank {rank}: FSDP of 2 units, 4 parameters in shards of 72 bytes a rank; backend gloo, world size 2"
-        ]
-        owned = (48, 12)[rank]
-        assert ddp == [
-            f"INFO rank {rank}: ShardedDDP of 2 parameters (60 bytes), {owned} bytes of them owned by this rank; "
-            "backend gloo, world size 2"
-        ]
-
-
-def _wait(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_long_wait(rank: int) -> None:
     handler, group = _listen(), get_backend("gloo").group()
     before, c10d_group._WARN_SECONDS = c10d_group._WARN_SECONDS, 2.5
     if rank == 1:
@@ -65,14 +63,10 @@ def _wait(rank: int) -> list[str]:
     group.all_reduce(torch.ones(3), label="loss")
     c10d_group._WARN_SECONDS = before
     logging.getLogger("shardkit").removeHandler(handler)
-    return handler.lines
-
-
-def test_a_long_wait() -> None:
-    lines = rank_pool(2).run(_wait)[0]
-    assert any(
-        "WARNING rank 0 has waited" in line and "all_reduce of 3 elements (loss)" in line for line in lines
-    )
+    if rank == 0:
+        assert any(
+            "WARNING rank 0 has waited" in s and "all_reduce of 3 elements (loss)" in s for s in handler.lines
+        )
 
 
 def _cost(items: int) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import ConfigurationError
 from shardkit.tracing.tables import counted, in_bytes, plain_table
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 def _model(width: int = 8) -> nn.Sequential:
@@ -27,17 +27,15 @@ def _units(rank: int) -> tuple[Any, str]:
     return found.units, str(found)
 
 
-def _in_order(rank: int) -> list[str]:
+@on_ranks((2, "simulated"))
+def test_a_fixed_order_of_sums(rank: int) -> None:
     policy = shardkit.ReducePolicy(order="fixed", microbatches=4)
     owned = _model()
     oss = shardkit.OSS(owned.parameters(), torch.optim.SGD, lr=0.1)
     models = (shardkit.FSDP(_model(), reduce=policy), shardkit.ShardedDDP(owned, oss, reduce=policy))
-    return [str(shardkit.summary(model)) for model in models]
-
-
-def test_a_fixed_order_of_sums() -> None:
-    for text in rank_pool(2, "simulated").run(_in_order)[0]:
-        assert text.partition("\n")[0].endswith("sums over 4 micro-batches in a fixed order")
+    for model in models:
+        first = str(shardkit.summary(model)).partition("\n")[0]
+        assert first.endswith("sums over 4 micro-batches in a fixed order")
 
 
 def test_units() -> None:
@@ -65,42 +63,33 @@ def test_units() -> None:
     assert text.splitlines()[-1].startswith("! 0, 1: gathers less than 1 MiB")
 
 
-def _in_place(rank: int) -> Any:
+@on_ranks((2, "simulated"))
+def test_units_in_place(rank: int) -> None:
     model = _model()
     shardkit.fully_shard(model[0], reshard=shardkit.ReshardPolicy(after_forward=False))
     shardkit.fully_shard(model)
-    return shardkit.summary(model).units, shardkit.summary(model[0]).units
-
-
-def test_units_in_place() -> None:
-    (root, first), (alone,) = rank_pool(2, "simulated").run(_in_place)[0]
+    (root, first), (alone,) = shardkit.summary(model).units, shardkit.summary(model[0]).units
     assert (root.parameters, root.shard) == (144, 4 * 72)
     assert (first.name, first.stays) == ("0", "to backward")
     assert alone.parameters == 72
 
 
-def _owners(rank: int) -> Any:
+@on_ranks((2, "simulated"))
+def test_owners(rank: int) -> None:
     model = _model()
     optimizer = shardkit.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-    return shardkit.summary(shardkit.ShardedDDP(model, optimizer)).units
-
-
-def test_owners() -> None:
-    units = rank_pool(2, "simulated").run(_owners)[0]
+    units = shardkit.summary(shardkit.ShardedDDP(model, optimizer)).units
     assert [u.name for u in units] == ["optimizer 0, rank 0 owns", "optimizer 0, rank 1 owns"]
     assert sum(u.parameters for u in units) == 216
 
 
-def _too_large(rank: int) -> list[str]:
+@on_ranks((2, "simulated"))
+def test_units_that_are_too_large_are_named(rank: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096), shardkit.FSDP(nn.Linear(4096, 100)))
-        return list(shardkit.summary(shardkit.FSDP(model)).warnings)
-
-
-def test_units_that_are_too_large_are_named() -> None:
-    (warning,) = rank_pool(2, "simulated").run(_too_large)[0]
-    assert "(the root) has 98 % of the parameters" in warning
-    assert "Make its blocks units" in warning
+        (warning,) = shardkit.summary(shardkit.FSDP(model)).warnings
+        assert "(the root) has 98 % of the parameters" in warning
+        assert "Make its blocks units" in warning
 
 
 def test_alone_and_not_at_all() -> None:

@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.wrapping.activations import checkpoint_wrapper
-from tests.pools import rank_pool
+from tests.beside import steps_beside
+from tests.pools import on_ranks
 
 assert_close = torch.testing.assert_close
 
@@ -68,22 +69,15 @@ def _wrapped(how: str, model: Recurrent) -> tuple[nn.Module, torch.optim.Optimiz
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
 
-def _trains(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded(rank: int, world_size: int) -> None:
     values = torch.randn(world_size, 4, 3, generator=torch.Generator().manual_seed(1))
     for how in ("fsdp", "checkpoint inside", "checkpoint outside", "fully_shard", "sharded_ddp"):
         torch.manual_seed(0)
         plain = Recurrent(nn.LSTM)
         model, mine = _wrapped(how, copy.deepcopy(plain))
-        truth = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(2):
-            mine.zero_grad()
-            truth.zero_grad()
-            total(model(packed(values[rank]))).backward()
-            torch.stack([total(plain(packed(v))) for v in values]).mean().backward()
-            mine.step()
-            truth.step()
+        optimizers = [mine, torch.optim.SGD(plain.parameters(), lr=0.1)]
+        steps_beside(
+            rank, world_size, model, plain, lambda m, r, _: total(m(packed(values[r]))), optimizers, range(2)
+        )
         assert_close(total(model(packed(values[rank]))), total(plain(packed(values[rank]))))
-
-
-def test_sharded() -> None:
-    rank_pool(2).run(_trains, 2)

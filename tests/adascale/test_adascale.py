@@ -25,7 +25,8 @@ from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoin
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from shardkit.optim.adascale import numpy_globals
 from shardkit.training.adascale import AdaScaleArgumentError, GradientOrderError
-from tests.pools import rank_pool
+from tests.beside import reread
+from tests.pools import on_ranks, rank_pool
 
 
 class Model(nn.Module):
@@ -490,11 +491,8 @@ def test_state_dict() -> None:
         again: Any = kind(other._optimizer, num_gradients_to_accumulate=2, smoothing=0.8)
         again.load_state_dict(copy.deepcopy(state))
         assert again.gain() == gain
-        file = io.BytesIO()
-        torch.save(again.state_dict(), file)
-        file.seek(0)
         with torch.serialization.safe_globals(numpy_globals() if kind is AdaScale else []):
-            state = torch.load(file, weights_only=True)  # the core's needs nothing allowed
+            state = reread(again.state_dict(), weights_only=True)  # the core's needs nothing allowed
         # an optimizer that has averages already keeps them
         assert AdaScale(again._optimizer, num_gradients_to_accumulate=2).gain() == gain
     backward(model, 0, 1)
@@ -552,7 +550,8 @@ def test_state_goes_between_wrappers() -> None:
 
 
 # ------------------------------------------------------------------------------------------ ranks
-def _wrong(rank: int) -> None:
+@on_ranks(2)
+def test_wrong_on_ranks(rank: int) -> None:
     model = Model()
     with pytest.raises(AdaScaleArgumentError, match="group of 2 ranks"):
         AdaScale(SGD(model.parameters()), world_size=4)
@@ -569,11 +568,8 @@ def _wrong(rank: int) -> None:
     inside.optim.unhook()
 
 
-def test_wrong_on_ranks() -> None:
-    rank_pool(2).run(_wrong)
-
-
-def _hybrid(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+@on_ranks(4)
+def test_hybrid_sharding(rank: int) -> None:
     """Shards over pairs of ranks, of which there are two: gradients are averaged over four."""
     group, replicas = shardkit.hybrid_groups(2)
     model = Model()
@@ -586,17 +582,13 @@ def _hybrid(rank: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
         gains.append([adascale.gain(), adascale.gain(0)])
         adascale.step()
         adascale.zero_grad()
-    return gains, {k: v.clone() for k, v in wrapper.state_dict().items()}
+    expected, plain = truth(4, 3)
+    torch.testing.assert_close(torch.tensor(gains), torch.tensor(expected), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(wrapper.state_dict(), plain.state_dict(), rtol=1e-7, atol=1e-9)
 
 
-def test_hybrid_sharding() -> None:
-    gains, model = truth(4, 3)
-    for own, state in rank_pool(4).run(_hybrid):
-        torch.testing.assert_close(torch.tensor(own), torch.tensor(gains), rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(state, model.state_dict(), rtol=1e-7, atol=1e-9)
-
-
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_resumed_over_fsdp(rank: int) -> None:
     """Full optimizer state of an FSDP module holds the averages, and gives them back."""
     made = []
     for _ in range(2):
@@ -618,26 +610,19 @@ def _resumed(rank: int) -> None:
         assert len(set(gains)) == 1
 
 
-def test_resumed_over_fsdp() -> None:
-    rank_pool(2).run(_resumed)
-
-
-def _subgroup(rank: int) -> tuple[list[float], dict[str, torch.Tensor]] | None:
+@on_ranks(3)
+def test_a_group_of_some_ranks(rank: int) -> None:
     """Ranks 1 and 2 of three train with each other."""
     group = torch.distributed.new_group([1, 2])
     if rank == 0:
-        return None
+        return
     model = Model()
     wrapper = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
     optimizer = shardkit.AdaScale(SGD(model.groups(2), lr=0.1, momentum=0.9), group=group)
-    return _steps(rank - 1, model, wrapper, optimizer, 0, 3), model.state_dict()
-
-
-def test_a_group_of_some_ranks() -> None:
-    gains, model = truth(2, 3, 2)
-    for result in rank_pool(3).run(_subgroup)[1:]:
-        torch.testing.assert_close(torch.tensor(result[0]), torch.tensor(gains)[:, 0])
-        torch.testing.assert_close(result[1], model.state_dict())
+    gains = _steps(rank - 1, model, wrapper, optimizer, 0, 3)
+    expected, plain = truth(2, 3, 2)
+    torch.testing.assert_close(torch.tensor(gains), torch.tensor(expected)[:, 0])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 def _correlation(rank: int) -> float:
@@ -656,7 +641,8 @@ def test_correlation() -> None:
     assert rank_pool(3).run(_correlation) == pytest.approx([expected] * 3)
 
 
-def _with_wrapper(rank: int) -> list[float]:
+@on_ranks(2)
+def test_wrapper(rank: int) -> None:
     model = Model()
     optimizer = AdaScaleWrapper(model.parameters(), 2, None, 0.5, 1, False, AdamW, lr=0.01, weight_decay=0.2)
     assert isinstance(optimizer._optimizer, AdamW)
@@ -664,9 +650,4 @@ def _with_wrapper(rank: int) -> list[float]:
     wrapper = DistributedDataParallel(model, find_unused_parameters=True)
     gains = _steps(rank, model, wrapper, optimizer, 0, 1)
     assert "grad_var_avg_total" in optimizer._state, "debias_ewma=False is the sixth argument"
-    return gains
-
-
-def test_wrapper() -> None:
-    for gains in rank_pool(2).run(_with_wrapper):
-        assert gains == pytest.approx([truth(2, 1)[0][0][0]])
+    assert gains == pytest.approx([truth(2, 1)[0][0][0]])

@@ -409,6 +409,7 @@ def group_arguments(rank: Rank, backend: str) -> None:
     assert chosen.group(None).channel("one") is everyone.channel("one")
     alone = Ranks(chosen.group(OneRank()))
     assert (alone.rank, alone.world_size) == (0, 1)
+    assert backend != "xla" or alone.group.ranks == (rank,)
     check_group(alone)
     check_group(Ranks(alone.group.channel("one")))
     assert alone.group.gather_object("x", 0) == ["x"]
@@ -452,6 +453,8 @@ def refusals(rank: Rank, backend: str) -> None:
     ]
     if w > 1:
         wrong.append(lambda: group.all_to_all(r.blank(w + 1, torch.float32), r.blank(w + 1, torch.float32)))
+    if backend == "xla":
+        wrong.append(lambda: group.all_reduce(torch.zeros(4)))
     if r.backend.has_storage:
         grid = r.blank(8 * w, torch.float32).view(4 * w, 2)
         wrong += [
@@ -461,16 +464,18 @@ def refusals(rank: Rank, backend: str) -> None:
             lambda: group.reduce_scatter_into(shard.view(2, 2), t),
             lambda: group.all_to_all(grid[:, 0], t),
         ]
-    for index, call in enumerate(wrong):
-        _refused(call, index)
+    said = [_refused(call, index) for index, call in enumerate(wrong)]
+    assert all(f"rank {r.rank}" in text for text in said), said
+    for words in ("fit this rank's shard", "use SUM", "not global ones", "distinct ranks"):
+        assert any(words in text for text in said), words
     check_group(r)  # nothing was sent, so the group still works
 
 
-def _refused(call: Callable[[], Any], index: int = 0) -> None:
+def _refused(call: Callable[[], Any], index: int = 0) -> str:
     try:
         call()
-    except ConfigurationError:
-        return
+    except ConfigurationError as error:
+        return str(error)
     raise AssertionError(f"call {index} was not refused")
 
 

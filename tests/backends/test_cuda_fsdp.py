@@ -9,7 +9,7 @@ from torch import nn
 from shardkit import FSDP, PrecisionPolicy
 from shardkit.backend import get_backend
 from tests.backends import cuda_programs as programs
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 pytestmark = [
     pytest.mark.cuda,
@@ -34,7 +34,8 @@ def test_trains_as_one_process(name: str, options: str, world_size: int) -> None
     rank_pool(world_size, "cuda").run(programs.train_fsdp, world_size, name, options)
 
 
-def _memory(rank: int) -> None:
+@on_ranks((1, "cuda"))
+def test_memory_of_resharded_units_is_given_back(rank: int) -> None:
     """Parameters that are not gathered have no memory."""
     device = get_backend("cuda").device()
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(device)
@@ -54,7 +55,3 @@ def _memory(rank: int) -> None:
         model(x)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 2 * 1024 * 1024 * 2 * 1.3 + 2**22  # one unit that computes and one that is being gathered
-
-
-def test_memory_of_resharded_units_is_given_back() -> None:
-    rank_pool(1, "cuda").run(_memory)

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardkit import model_parallel as mp
 from shardkit.backend import get_backend
-from tests.pools import rank_pool
+from tests.backends.environments import environments
+from tests.pools import on_ranks
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
-]
-worlds = pytest.mark.parametrize(
-    "world_size",
-    [
-        1,
-        pytest.param(
-            2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-        ),
-    ],
-)
+WORLDS = environments("cuda")[:2]
 
 
-def _train(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_layers(rank: int, world_size: int) -> None:
     device = get_backend("cuda").device()
     mp.initialize_model_parallel(world_size)
     try:
@@ -59,12 +48,8 @@ def _train(rank: int, world_size: int) -> None:
         mp.destroy_model_parallel()
 
 
-@worlds
-def test_layers(world_size: int) -> None:
-    rank_pool(world_size, "cuda").run(_train, world_size)
-
-
-def _random(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_random(rank: int, world_size: int) -> None:
     device = get_backend("cuda").device()
     mp.initialize_model_parallel(world_size)
     try:
@@ -78,8 +63,3 @@ def _random(rank: int, world_size: int) -> None:
     finally:
         mp.get_cuda_rng_tracker().reset()
         mp.destroy_model_parallel()
-
-
-@worlds
-def test_random(world_size: int) -> None:
-    rank_pool(world_size, "cuda").run(_random, world_size)

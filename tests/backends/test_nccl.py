@@ -16,7 +16,7 @@ from shardkit.backend import get_backend
 from shardkit.backends import cuda
 from shardkit.backends.c10d.group import KnownGroups
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 class _Options:
@@ -121,7 +121,8 @@ def test_communicators_have_names_and_end() -> None:
         assert done[1] == done[2]
 
 
-def _only_for_a_device(rank: int) -> None:
+@on_ranks(2)
+def test_a_cpu_module_over_a_group_for_devices_alone(rank: int) -> None:
     """A group that carries nothing on the CPU, as "nccl" alone is."""
     group = dist.new_group([0, 1], backend="cuda:gloo")
     with pytest.raises(
@@ -138,7 +139,3 @@ def _only_for_a_device(rank: int) -> None:
     for wrap in (shardkit.FSDP, lambda m, **kw: shardkit.OSS(m.parameters(), torch.optim.SGD, lr=0.1, **kw)):
         with pytest.raises(ConfigurationError, match="can't carry CPU tensors"):
             wrap(torch.nn.Linear(2, 2), group=group)
-
-
-def test_a_cpu_module_over_a_group_for_devices_alone() -> None:
-    rank_pool(2).run(_only_for_a_device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def test_workers_of_data_loaders(start: str, workers: int) -> None:
     assert all(numbers == [*range(8), *range(8)] for numbers, _ in found)
     readers = {reader for _, mine in found for reader in mine}
     assert len(readers) == (2 if start == "spawn" else 8)
-    assert all(_ends(reader) for reader in readers)
+    assert all(programs.ends(reader) for reader in readers)
 
 
 def test_memory() -> None:
@@ -48,16 +47,6 @@ def test_memory() -> None:
 # -- its end, and that of what it has started
 
 
-def _ends(process: int) -> bool:
-    for _ in range(400):  # as long as a busy machine takes
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def test_no_process_outlives_a_killed_parent() -> None:
     code = (
         "import os, sys, threading\n"
@@ -72,7 +61,7 @@ def test_no_process_outlives_a_killed_parent() -> None:
     assert not _ended(processes)
     parent.kill()
     parent.wait()
-    assert all(_ends(process) for process in processes)
+    assert all(programs.ends(process) for process in processes)
 
 
 def _ended(processes: list[int]) -> list[int]:
@@ -90,7 +79,7 @@ def test_death_shows_where_every_replica_was_and_leaves_nothing(tmp_path: Any) -
     assert "replicas with equal programs compile once" in failure.value.remote_traceback
     processes = [int(line) for line in (tmp_path / "processes").read_text().split()]
     assert len(processes) >= 4
-    assert all(_ends(process) for process in processes)
+    assert all(programs.ends(process) for process in processes)
 
 
 def test_a_start_that_takes_too_long() -> None:

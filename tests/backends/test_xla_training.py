@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.beside import assert_same
 from tests.pools import rank_pool
-from tests.scenarios import assert_same_parameters, batch_for, compare, seeded, square_loss
+from tests.scenarios import batch_for, compare, seeded, square_loss
 from tests.sharded_ddp import test_sharded_ddp as cases
 
 pytest.importorskip("torch_xla")
@@ -146,7 +147,7 @@ def _state(rank: int, world_size: int, saved: dict[str, Any] | None) -> Any:
                 (m(batch_for(m, r, step)).pow(2).mean() / world_size).backward()
             o.step()
         backend.mark_step()
-        assert_same_parameters(model, truth, f"rank {rank} step {step}")
+        assert_same(model, truth, f"rank {rank} step {step}")
     whole = optimizer.state_dict(all_ranks=True)
     torch.testing.assert_close(whole["state"], plain.state_dict()["state"], rtol=1e-4, atol=1e-6)
     return whole

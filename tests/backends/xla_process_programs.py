@@ -61,3 +61,14 @@ def start_others_and_abort(rank: int, file: str) -> None:
     if rank == 1:
         os.abort()
     get_backend("xla").group().barrier()
+
+
+def ends(process: int) -> bool:
+    """Whether it is gone, at the latest after 20 s."""
+    for _ in range(400):  # as long as a busy machine takes
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy
 from tests.fsdp_models import WIDTH
-from tests.pools import rank_pool
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,13 +39,3 @@ class Net(nn.Module):
 def wrap(model: Any, **options: Any) -> Any:
     model.block, model.norm = FSDP(model.block, **options), FSDP(model.norm, **options)
     return FSDP(model, **options)
-
-
-def everywhere(program: Callable[..., None], *args: Any) -> None:
-    for world_size, backend in ((1, "gloo"), (2, "gloo"), (3, "simulated")):
-        rank_pool(world_size, backend).run(program, *args)
-
-
-def same(sharded: Any, plain: nn.Module) -> None:
-    for (name, mine), truth in zip(sharded.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, truth, msg=lambda m, n=name: f"{n}: {m}")

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
+from tests.beside import assert_same
 from tests.pools import rank_pool
 
 STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp"]
@@ -82,10 +83,7 @@ class Twins:
 
     def assert_equal(self, tolerance: float = 1e-6) -> None:
         """Same parameters under the same names (collective)."""
-        mine = self.model.state_dict()
-        for name, value in self.plain.state_dict().items():
-            prefix = "module." if isinstance(self.model, ShardedDDP) else ""
-            torch.testing.assert_close(mine[prefix + name], value, rtol=1e-5, atol=tolerance)
+        assert_same(self.model, self.plain, atol=tolerance)
 
 
 def twins(

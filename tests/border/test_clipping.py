@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from shardkit import FSDP, OSS, ShardedDDP, sharding_of
+from shardkit import FSDP, OSS, ShardedDDP, ShardedGradScaler, sharding_of
 from shardkit.errors import ConfigurationError, OutOfStepError
+from tests.beside import reread
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 MAX_NORM = 0.1
 
@@ -52,7 +53,9 @@ def test_options_of_clip_grad_norm(strategy: str, options: dict[str, Any]) -> No
     run((2, "gloo"), _clip, strategy, 2.0, options)
 
 
-def _total_norm(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(*GLOO)
+def test_get_total_norm_and_clipping_by_value(rank: int, world_size: int, strategy: str) -> None:
     """The functions that ``clip_grad_norm_`` consists of, on gradients that were detached, scaled, copied."""
     t = twins(rank, world_size, strategy)
     t.backward()
@@ -72,13 +75,9 @@ def _total_norm(rank: int, world_size: int, strategy: str) -> None:
     t.assert_equal()
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_get_total_norm_and_clipping_by_value(world: tuple[int, str], strategy: str) -> None:
-    run(world, _total_norm, strategy)
-
-
-def _by_hand(rank: int, world_size: int, strategy: str) -> None:
+@on_ranks(3)
+def test_a_norm_by_hand_is_of_the_ranks_own_part(rank: int, world_size: int, strategy: str) -> None:
     """Code that was written for shards sums over ranks itself."""
     t = twins(rank, world_size, strategy)
     t.backward()
@@ -91,12 +90,8 @@ def _by_hand(rank: int, world_size: int, strategy: str) -> None:
         torch.testing.assert_close(total.sqrt(), truth, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_norm_by_hand_is_of_the_ranks_own_part(strategy: str) -> None:
-    run((3, "gloo"), _by_hand, strategy)
-
-
-def _mixed(rank: int, world_size: int) -> None:
+@on_ranks(*GLOO)
+def test_a_model_of_which_a_part_is_sharded(rank: int, world_size: int) -> None:
     """A module with an FSDP part and a part that every rank has whole."""
 
     def make() -> nn.Sequential:
@@ -114,26 +109,18 @@ def _mixed(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model[1].weight.grad, plain[1].weight.grad)
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
-def test_a_model_of_which_a_part_is_sharded(world: tuple[int, str]) -> None:
-    run(world, _mixed)
-
-
-def _smallest(rank: int, world_size: int, strategy: str, norm_type: float) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("norm_type", [-math.inf, -1.0, math.inf, 3.0])
+@on_ranks(*WORLDS)
+def test_norms_that_padding_would_change(rank: int, world_size: int, strategy: str, norm_type: float) -> None:
     t = twins(rank, world_size, strategy)
     t.backward()
     truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()], norm_type)
     torch.testing.assert_close(_own_clip(t, norm_type), truth, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("norm_type", [-math.inf, -1.0, math.inf, 3.0])
-def test_norms_that_padding_would_change(world: tuple[int, str], strategy: str, norm_type: float) -> None:
-    run(world, _smallest, strategy, norm_type)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_norms_that_shards_cannot_have(rank: int, world_size: int) -> None:
     t = twins(rank, world_size, "fsdp")
     t.backward()
     with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
@@ -142,11 +129,10 @@ def _refused(rank: int, world_size: int) -> None:
         t.model.clip_grad_norm_(MAX_NORM, 0)  # type: ignore[operator]
 
 
-def test_norms_that_shards_cannot_have() -> None:
-    run((2, "gloo"), _refused)
-
-
-def _stepped(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": False}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_steps_see_plain_tensors(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> None:
     """Steps see plain tensors; afterwards gradients know again that they are parts."""
     t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01, **options)
     seen = []
@@ -167,40 +153,16 @@ def _stepped(rank: int, world_size: int, strategy: str, options: dict[str, Any])
     torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": False}], ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_see_plain_tensors(strategy: str, options: dict[str, Any]) -> None:
-    run((2, "gloo"), _stepped, strategy, options)
-
-
-def _copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_are_copied_and_saved_as_plain_tensors(rank: int, world_size: int) -> None:
     import copy
-    import io
 
     model = wrapped("fsdp", nn.Sequential(nn.Linear(3, 5)))
     model(torch.ones(2, 3)).sum().backward()
     (param,) = model.parameters()
-    file = io.BytesIO()
-    torch.save(param.grad, file)
-    file.seek(0)
-    for copied in (copy.deepcopy(param.grad), torch.load(file)):
+    for copied in (copy.deepcopy(param.grad), reread(param.grad)):
         assert type(copied) is torch.Tensor
         assert torch.equal(copied, param.grad)
-
-
-def test_gradients_are_copied_and_saved_as_plain_tensors() -> None:
-    run((2, "gloo"), _copies)
-
-
-def _by_layer(rank: int, world_size: int) -> None:
-    """Which rank has a layer's gradients, no other knows: rank 0's first layer would meet rank 1's second."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2 * world_size)))
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
-    ShardedDDP(model, optimizer)(torch.randn(3, 6)).square().sum().backward()
-    own = next(layer for layer in model if layer.weight.grad is not None)
-    with pytest.raises(ConfigurationError, match=r"norm of 1 of the 2 gradients .*OSS\.clip_grad_norm"):
-        clip_grad.clip_grad_norm_(own.parameters(), MAX_NORM)
 
 
 def _nothing_here(rank: int) -> str:
@@ -222,17 +184,85 @@ def test_a_rank_that_owns_no_gradient_is_out_of_step() -> None:
         assert "norm of gradients, for torch.nn.utils" in end
 
 
-def _order_0(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_order_0_counts_norms_that_other_ranks_have(rank: int, world_size: int) -> None:
     t = twins(rank, world_size, "sharded_ddp")
     t.backward()
     with pytest.raises(ConfigurationError, match=r"order 0.*OSS\.clip_grad_norm"):
         clip_grad.clip_grad_norm_(t.model.parameters(), MAX_NORM, 0.0)
 
 
-def test_order_0_counts_norms_that_other_ranks_have() -> None:
-    run((2, "gloo"), _order_0)
+@on_ranks(*GLOO[1:])
+def test_a_part_of_what_is_spread_over_ranks(rank: int, world_size: int) -> None:
+    """Which rank has a layer's gradients, no other knows: rank 0's first layer would meet rank 1's second."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2 * world_size)))
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    ShardedDDP(model, optimizer)(torch.randn(3, 6)).square().sum().backward()
+    own = next(layer for layer in model if layer.weight.grad is not None)
+    with pytest.raises(ConfigurationError, match=r"norm of 1 of the 2 gradients .*OSS\.clip_grad_norm"):
+        clip_grad.clip_grad_norm_(own.parameters(), MAX_NORM)
 
 
-@pytest.mark.parametrize("world", GLOO[1:], ids=str)
-def test_a_part_of_what_is_spread_over_ranks(world: tuple[int, str]) -> None:
-    run(world, _by_layer)
+# ------------ ``torch.amp.GradScaler`` where an overflow shows on one rank alone.
+SCALE = 1024.0
+
+
+def _overflow(rank: int, world_size: int, strategy: str, unscale: bool, options: dict[str, Any]) -> None:
+    """The middle one of three steps overflows in one element, which one rank has."""
+    t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01, **options)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2) for _ in range(2)]
+    for step in range(4):
+        t.zero_grad()
+        for s in scalers:
+            s.scale(torch.ones(()))
+        t.backward(step, scalers[0].get_scale())
+        if step == 1:
+            for model in (t.model, t.plain):
+                last = [p for p in model.parameters() if p.grad is not None]
+                if last and (model is t.plain or rank == world_size - 1):
+                    last[-1].grad.view(-1)[0] = float("inf")
+        for scaler, model, optimizer in zip(
+            scalers, (t.model, t.plain), (t.optimizer, t.plain_optimizer), strict=True
+        ):
+            if unscale:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        t.assert_equal()
+    assert scalers[1].get_scale() == SCALE
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_on_one_rank(world: tuple[int, str], strategy: str, unscale: bool) -> None:
+    run(world, _overflow, strategy, unscale, {})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_optimizer_that_skips_by_itself(strategy: str, unscale: bool) -> None:
+    """Fused ones get the scale and the flag, and unscale in their kernel."""
+    run((2, "gloo"), _overflow, strategy, unscale, {"fused": True})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(*GLOO)
+def test_the_sharded_scaler(rank: int, world_size: int, strategy: str) -> None:
+    """shardkit's own scaler decides as before, once."""
+    t = twins(rank, world_size, strategy)
+    scaler = ShardedGradScaler(SCALE)
+    scaler.scale(torch.ones(()))
+    t.backward(0, SCALE)
+    if rank == world_size - 1:
+        owned = [p for p in t.model.parameters() if p.grad is not None]
+        owned[-1].grad.view(-1)[0] = float("nan")
+    before = {k: v.clone() for k, v in t.model.state_dict().items()}
+    scaler.step(t.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+    for k, v in t.model.state_dict().items():
+        assert torch.equal(v, before[k])

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardkit import FSDP, OSS, PrecisionPolicy, ReducePolicy, ShardedDDP
+from tests.beside import assert_same
 from tests.border.strategies import WORLDS
 from tests.fsdp_models import build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 class Net(nn.Module):
@@ -30,13 +31,31 @@ class Net(nn.Module):
         return self.head((y * self.scale if scaled else y).abs().to(self.head.weight.dtype))
 
 
-def _same(mine: dict[str, Any], truth: dict[str, Any]) -> None:
-    assert list(mine) == list(truth)
-    for name, value in truth.items():
-        torch.testing.assert_close(mine[name], value, msg=lambda m, n=name: f"{n}: {m}")
+def _states(model: FSDP, optimizer: Any, plain: Net, truth: Any) -> None:
+    with model.summon_full_params():
+        for (_, mine), (_, wanted) in zip(
+            sorted(_clean(model)), sorted(plain.named_parameters()), strict=True
+        ):
+            torch.testing.assert_close(mine, wanted)
+    model.load_state_dict(plain.state_dict())
+    model.load_local_state_dict(copy.deepcopy(model.local_state_dict()))
+    assert_same(model, plain)
+    full = model.gather_full_optim_state_dict(optimizer)
+    full = model._state.group.channel("control").broadcast_object(full, 0, label="state")
+    by_id = [plain.scale, *plain.head.parameters(), *plain.first.parameters()]
+    for i, p in enumerate(by_id):
+        torch.testing.assert_close(full["state"][i]["exp_avg"], truth.state[p]["exp_avg"])
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
 
 
-def _trains(rank: int, world: int, kind: str) -> None:
+def _clean(model: FSDP) -> list[tuple[str, nn.Parameter]]:
+    drop = ("_fsdp_wrapped_module", "_fpw_module")
+    return [(".".join(p for p in n.split(".") if p not in drop), v) for n, v in model.named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["flat", "unflattened", "predivide", "ddp"])
+@on_ranks(*WORLDS)
+def test_training(rank: int, world_size: int, kind: str) -> None:
     plain, model = build(Net), build(Net)
     first = torch.optim.Adam(plain.parameters(), lr=0.05)
     wrapped: Any
@@ -54,10 +73,10 @@ def _trains(rank: int, world: int, kind: str) -> None:
         wrapped = FSDP(model, **options)
         second = torch.optim.Adam(wrapped.parameters(), lr=0.05)
     for step in range(4):
-        xs = torch.randn(world, 4, 3, generator=torch.Generator().manual_seed(step))
+        xs = torch.randn(world_size, 4, 3, generator=torch.Generator().manual_seed(step))
         first.zero_grad()
         second.zero_grad()
-        uses = [r % 2 == 0 and step != 2 for r in range(world)]
+        uses = [r % 2 == 0 and step != 2 for r in range(world_size)]
         torch.stack(
             [plain(x, used).pow(2).mean() for x, used in zip(xs, uses, strict=True)]
         ).mean().backward()
@@ -69,37 +88,9 @@ def _trains(rank: int, world: int, kind: str) -> None:
         first.step()
         second.step()
     if kind == "ddp":
-        return _same(model.state_dict(), plain.state_dict())
-    _same(wrapped.state_dict(), plain.state_dict())
+        return assert_same(model, plain)
+    assert_same(wrapped, plain)
     _states(wrapped, second, plain, first)
-
-
-def _states(model: FSDP, optimizer: Any, plain: Net, truth: Any) -> None:
-    with model.summon_full_params():
-        for (_, mine), (_, wanted) in zip(
-            sorted(_clean(model)), sorted(plain.named_parameters()), strict=True
-        ):
-            torch.testing.assert_close(mine, wanted)
-    model.load_state_dict(plain.state_dict())
-    model.load_local_state_dict(copy.deepcopy(model.local_state_dict()))
-    _same(model.state_dict(), plain.state_dict())
-    full = model.gather_full_optim_state_dict(optimizer)
-    full = model._state.group.channel("control").broadcast_object(full, 0, label="state")
-    by_id = [plain.scale, *plain.head.parameters(), *plain.first.parameters()]
-    for i, p in enumerate(by_id):
-        torch.testing.assert_close(full["state"][i]["exp_avg"], truth.state[p]["exp_avg"])
-    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
-
-
-def _clean(model: FSDP) -> list[tuple[str, nn.Parameter]]:
-    drop = ("_fsdp_wrapped_module", "_fpw_module")
-    return [(".".join(p for p in n.split(".") if p not in drop), v) for n, v in model.named_parameters()]
-
-
-@pytest.mark.parametrize("kind", ["flat", "unflattened", "predivide", "ddp"])
-def test_training(kind: str) -> None:
-    for world_size, backend in WORLDS:
-        rank_pool(world_size, backend).run(_trains, world_size, kind)
 
 
 class Counts(Net):
@@ -115,7 +106,8 @@ class Counts(Net):
         return super().forward(x + self.table[299] - 299, scaled)
 
 
-def _mixed(rank: int) -> None:
+@on_ranks(1, 2, 3)
+def test_mixed_precision(rank: int) -> None:
     """Complex numbers and integers are not computed in half."""
     model = FSDP(build(Counts), precision=PrecisionPolicy(compute=torch.bfloat16))
     model(torch.ones(2, 3), True).sum().backward()
@@ -125,8 +117,3 @@ def _mixed(rank: int) -> None:
         torch.float32,
     ]
     assert model.state_dict()["table"].tolist() == list(range(300))
-
-
-def test_mixed_precision() -> None:
-    for world_size in (1, 2, 3):
-        rank_pool(world_size).run(_mixed)

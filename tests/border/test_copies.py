@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -17,11 +18,15 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.nn import FullyShardedDataParallel as FairscaleFSDP
 from shardkit.oss.optimizer import NotConsolidatedError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
-from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, run, twins
-from tests.pools import rank_pool
+from tests.beside import reread
+from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, twins
+from tests.pools import on_ranks
 
 
-def _averaged(rank: int, world_size: int, strategy: str, ema: bool) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ema", [False, True])
+@on_ranks(*GLOO)
+def test_averaged_models(rank: int, world_size: int, strategy: str, ema: bool) -> None:
     t = twins(rank, world_size, strategy)
     options: dict[str, Any] = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if ema else {}
     averages = [AveragedModel(m, **options) for m in (t.model, t.plain)]
@@ -40,26 +45,17 @@ def _averaged(rank: int, world_size: int, strategy: str, ema: bool) -> None:
     update_bn([batch(0)], averages[0])
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ema", [False, True])
-def test_averaged_models(world: tuple[int, str], strategy: str, ema: bool) -> None:
-    run(world, _averaged, strategy, ema)
-
-
-def _saved(model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def _copied(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_copies_of_a_sharded_ddp(rank: int, world_size: int) -> None:
     t = twins(rank, world_size, "sharded_ddp")
     assert isinstance(t.model, ShardedDDP)
     t.backward()
     t.step()
-    for copied in (copy.deepcopy(t.model), pickle.loads(pickle.dumps(t.model)), _saved(t.model)):
+    for copied in (
+        copy.deepcopy(t.model),
+        pickle.loads(pickle.dumps(t.model)),
+        reread(t.model, weights_only=False),
+    ):
         assert list(copied.state_dict()) == list(t.model.state_dict())
         with torch.no_grad():
             torch.testing.assert_close(copied(batch(rank)), t.plain(batch(rank)))
@@ -80,12 +76,8 @@ def _copied(rank: int, world_size: int) -> None:
     t.assert_equal()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_copies_of_a_sharded_ddp(world: tuple[int, str]) -> None:
-    run(world, _copied)
-
-
-def _never_stepped(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_the_state_of_an_oss_that_was_never_stepped(rank: int, world_size: int) -> None:
     model = make_model()
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.25)
     plain = torch.optim.AdamW(model.parameters(), lr=0.25)
@@ -104,11 +96,6 @@ def _never_stepped(rank: int, world_size: int) -> None:
         fresh.state_dict()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_the_state_of_an_oss_that_was_never_stepped(world: tuple[int, str]) -> None:
-    run(world, _never_stepped)
-
-
 # What timm does, under its name.
 MODEL_EMA = """
 class ModelEmaV2:
@@ -124,7 +111,9 @@ class ModelEmaV2:
 """
 
 
-def _in_place(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_averages_that_write_to_state_dicts(rank: int, world_size: int, strategy: str) -> None:
     names: dict[str, Any] = {"__name__": "timm.utils.model_ema"}
     exec(MODEL_EMA, names)
     t = twins(rank, world_size, strategy)
@@ -144,26 +133,43 @@ def _in_place(rank: int, world_size: int, strategy: str) -> None:
     torch.testing.assert_close(beside.module(batch(rank)), truth.module(batch(rank)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_averages_that_write_to_state_dicts(strategy: str) -> None:
-    run((2, "gloo"), _in_place, strategy)
-
-
-def _weight_of_one_further_down(rank: int) -> None:
+@on_ranks((1, "simulated"), (2, "simulated"))
+def test_copies_of_a_unit_that_shares_a_weight_of_one_further_down(rank: int) -> None:
+    """The copy of the first began to work before the one that has the weight was copied."""
     doors = (FSDP, fully_shard, FairscaleFSDP, lambda m: TorchFSDP(m, use_orig_params=True))
     for wrap in doors:
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight
         below = wrap(nn.Sequential(wrap(second)))
         model: Any = wrap(nn.Sequential(wrap(first), below))
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), _saved(model)):
+        for copied in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            reread(model, weights_only=False),
+        ):
             torch.testing.assert_close(copied.state_dict(), model.state_dict())
             copied(torch.ones(2, 3)).sum().backward()
             torch.optim.SGD(copied.parameters(), lr=0.1).step()
             assert not torch.equal(copied(torch.ones(2, 3)), model(torch.ones(2, 3)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_of_a_unit_that_shares_a_weight_of_one_further_down(world_size: int) -> None:
-    """The copy of the first began to work before the one that has the weight was copied."""
-    rank_pool(world_size, "simulated").run(_weight_of_one_further_down)
+# ------------ Models that are not used any more are freed, with their parameters, shards and optimizer state.
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, (2, "simulated"))
+def test_models_are_freed(rank: int, world_size: int, strategy: str) -> None:
+    t = twins(rank, world_size, strategy, torch.optim.Adam, lr=0.1)
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+        t.step()
+    twin = copy.deepcopy(t.model)
+    models = [t.model, twin]
+    if strategy != "sharded_ddp":
+        models += [m.module for m in models if hasattr(m, "module")]
+    seen = [weakref.ref(m) for model in models for m in model.modules()]
+    seen += [weakref.ref(p) for model in models for p in model.parameters()]
+    seen += [weakref.ref(v) for s in t.optimizer.state.values() for v in s.values()]
+    del t, twin, models
+    gc.collect()
+    assert not [r() for r in seen if r() is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 import shardkit
 from shardkit import FSDP, OSS
 from shardkit.errors import ConfigurationError, ShardkitError
-from tests.border.strategies import GLOO, STRATEGIES, make_model, run, twins, wrapped
+from tests.beside import reread
+from tests.border.strategies import GLOO, STRATEGIES, make_model, twins, wrapped
+from tests.pools import on_ranks
 
 
 def _stepped(rank: int, world_size: int, strategy: str) -> Any:
@@ -35,7 +36,11 @@ def _stepped(rank: int, world_size: int, strategy: str) -> Any:
     return t
 
 
-def _refused(rank: int, world_size: int, strategy: str, folder: str) -> None:
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "sharded_ddp"])
+@on_ranks(2)
+def test_state_of_shards_is_refused_on_all_ranks(
+    rank: int, world_size: int, strategy: str, tmp_path: Path
+) -> None:
     t = _stepped(rank, world_size, strategy)
     state = t.optimizer.state_dict()
     copies = [
@@ -45,27 +50,21 @@ def _refused(rank: int, world_size: int, strategy: str, folder: str) -> None:
     ]
     for k, saved in enumerate(copies):
         with pytest.raises(CheckpointException, match="gather_full_optim_state_dict"):
-            dcp.save({"optim": saved}, checkpoint_id=f"{folder}/{k}")
+            dcp.save({"optim": saved}, checkpoint_id=f"{tmp_path}/{k}")
     dcp.save(
         {"optim": {"state": {0: {"exp_avg": torch.zeros_like(next(t.model.parameters()))}}}},
-        checkpoint_id=folder,
+        checkpoint_id=tmp_path,
     )
     with pytest.raises(CheckpointException, match="gather_full_optim_state_dict"):
-        dcp.load({"optim": {"state": {0: {"exp_avg": state["state"][0]["exp_avg"]}}}}, checkpoint_id=folder)
+        dcp.load({"optim": {"state": {0: {"exp_avg": state["state"][0]["exp_avg"]}}}}, checkpoint_id=tmp_path)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "sharded_ddp"])
-def test_state_of_shards_is_refused_on_all_ranks(strategy: str, tmp_path: Path) -> None:
-    run((2, "gloo"), _refused, strategy, str(tmp_path))
-
-
-def _own_file(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "unflattened"])
+@on_ranks(*GLOO)
+def test_a_file_for_each_rank(rank: int, world_size: int, strategy: str) -> None:
     """A file for each rank holds plain tensors, and goes on where it was."""
     t = _stepped(rank, world_size, strategy)
-    file = io.BytesIO()
-    torch.save(t.optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file)
+    saved = reread(t.optimizer.state_dict())
     assert {type(v) for s in saved["state"].values() for v in s.values()} <= {torch.Tensor}
     for state in (saved, t.optimizer.state_dict()):
         t.optimizer.load_state_dict(state)
@@ -81,25 +80,16 @@ def _own_file(rank: int, world_size: int, strategy: str) -> None:
             torch.testing.assert_close(full["state"][k]["exp_avg"], state["exp_avg"])
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
-@pytest.mark.parametrize("strategy", ["fsdp", "unflattened"])
-def test_a_file_for_each_rank(world: tuple[int, str], strategy: str) -> None:
-    run(world, _own_file, strategy)
-
-
-def _whole(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_consolidated_oss(rank: int, world_size: int, tmp_path: Path) -> None:
     """An OSS that was consolidated on all ranks has the same state on all ranks."""
     t = _stepped(rank, world_size, "sharded_ddp")
     state = t.optimizer.state_dict(all_ranks=True)
-    dcp.save({"optim": state}, checkpoint_id=folder)
+    dcp.save({"optim": state}, checkpoint_id=tmp_path)
     read = {"optim": t.plain_optimizer.state_dict()}
-    dcp.load(read, checkpoint_id=folder)
+    dcp.load(read, checkpoint_id=tmp_path)
     for k, values in state["state"].items():
         torch.testing.assert_close(read["optim"]["state"][k]["exp_avg"], values["exp_avg"])
-
-
-def test_a_consolidated_oss(tmp_path: Path) -> None:
-    run((2, "gloo"), _whole, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------ models
@@ -112,28 +102,24 @@ def normalized() -> nn.Sequential:
     return model
 
 
-def _local(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_local_state_dicts_are_refused_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     model = wrapped("fsdp", make_model())
     assert isinstance(model, FSDP)
     with pytest.raises(CheckpointException, match=r"Save FSDP.state_dict\(\)"):
-        dcp.save({"model": model.local_state_dict()}, checkpoint_id=folder)
+        dcp.save({"model": model.local_state_dict()}, checkpoint_id=tmp_path)
     model.load_local_state_dict(model.local_state_dict())
-    file = io.BytesIO()
-    torch.save(model.local_state_dict(), file)
-    file.seek(0)
-    assert {type(v) for v in torch.load(file).values()} == {torch.Tensor}
+    assert {type(v) for v in reread(model.local_state_dict()).values()} == {torch.Tensor}
     expected = {k: v.clone() for k, v in model.state_dict().items()}
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
     read = {k: torch.zeros_like(v) for k, v in expected.items()}
-    dcp.load({"model": read}, checkpoint_id=folder)
+    dcp.load({"model": read}, checkpoint_id=tmp_path)
     assert all(torch.equal(read[k], v) for k, v in expected.items())
 
 
-def test_local_state_dicts_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    run((2, "gloo"), _local, str(tmp_path))
-
-
-def _models(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(*GLOO)
+def test_models_are_set_whole(rank: int, world_size: int, strategy: str) -> None:
     t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01, make=normalized)
     prefix = "module." if strategy == "sharded_ddp" else ""
     ways: list[tuple[dict[str, bool], bool]] = [
@@ -164,13 +150,9 @@ def _models(rank: int, world_size: int, strategy: str) -> None:
         set_model_state_dict(t.model, lacking)
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_models_are_set_whole(world: tuple[int, str], strategy: str) -> None:
-    run(world, _models, strategy)
-
-
-def _parts_of_models(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", [s for s in SHARDS if s != "in_place"])
+@on_ranks(2)
+def test_parts_of_models_are_refused(rank: int, world_size: int, strategy: str) -> None:
     model = make_model()
     model[0].requires_grad_(False)
     model = wrapped(strategy, model)
@@ -180,12 +162,10 @@ def _parts_of_models(rank: int, world_size: int, strategy: str) -> None:
         get_model_state_dict(model, submodules={model[0]})
 
 
-@pytest.mark.parametrize("strategy", [s for s in SHARDS if s != "in_place"])
-def test_parts_of_models_are_refused(strategy: str) -> None:
-    run((2, "gloo"), _parts_of_models, strategy)
-
-
-def _parts_by_name(rank: int, world_size: int, dtensors: bool) -> None:
+@pytest.mark.filterwarnings("ignore:Getting submodules:FutureWarning")
+@pytest.mark.parametrize("dtensors", [False, True])
+@on_ranks(2)
+def test_parts_of_models_in_place_are_had_by_name(rank: int, world_size: int, dtensors: bool) -> None:
     plain = make_model()
     plain[0].requires_grad_(False)
     model = shardkit.fully_shard(copy.deepcopy(plain), dtensors=dtensors)
@@ -200,12 +180,6 @@ def _parts_by_name(rank: int, world_size: int, dtensors: bool) -> None:
         }
 
 
-@pytest.mark.filterwarnings("ignore:Getting submodules:FutureWarning")
-@pytest.mark.parametrize("dtensors", [False, True])
-def test_parts_of_models_in_place_are_had_by_name(dtensors: bool) -> None:
-    run((2, "gloo"), _parts_by_name, dtensors)
-
-
 # ------------------------------------------------------------------------------------ optimizers
 OPTIONS = [
     {},
@@ -217,7 +191,10 @@ OPTIONS = [
 ]
 
 
-def _optimizers_over_shards(rank: int, world_size: int, strategy: str) -> None:
+# those over shards in place: tests/fsdp/test_torch_words.py
+@pytest.mark.parametrize("strategy", [s for s in SHARDS if s != "in_place"])
+@on_ranks(2)
+def test_optimizers_over_shards_are_refused(rank: int, world_size: int, strategy: str) -> None:
     t = _stepped(rank, world_size, strategy)
     before = copy.deepcopy(t.optimizer.state_dict())
     truth = get_optimizer_state_dict(t.plain, t.plain_optimizer)
@@ -241,18 +218,14 @@ def _optimizers_over_shards(rank: int, world_size: int, strategy: str) -> None:
         assert torch.equal(values["exp_avg"], before["state"][k]["exp_avg"])
 
 
-# those over shards in place: tests/fsdp/test_torch_words.py
-@pytest.mark.parametrize("strategy", [s for s in SHARDS if s != "in_place"])
-def test_optimizers_over_shards_are_refused(strategy: str) -> None:
-    run((2, "gloo"), _optimizers_over_shards, strategy)
-
-
 def one_parameter() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4, bias=False))
 
 
-def _oss(rank: int, world_size: int, tiny: bool) -> None:
+@pytest.mark.parametrize("tiny", [False, True])
+@on_ranks(*GLOO)
+def test_optimizers_of_owners(rank: int, world_size: int, tiny: bool) -> None:
     """With one parameter, ranks after the first own nothing."""
     make = one_parameter if tiny else make_model
     t = twins(rank, world_size, "sharded_ddp", torch.optim.AdamW, lr=0.01, make=make)
@@ -284,9 +257,3 @@ def _oss(rank: int, world_size: int, tiny: bool) -> None:
     t.backward(1)
     t.step()
     t.assert_equal()
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-@pytest.mark.parametrize("world", GLOO, ids=str)
-def test_optimizers_of_owners(world: tuple[int, str], tiny: bool) -> None:
-    run(world, _oss, tiny)

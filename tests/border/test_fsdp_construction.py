@@ -11,13 +11,16 @@ from torch import nn
 
 from shardkit import FSDP
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.border.nets import OPTIONS, Net, everywhere, same, wrap
+from tests.beside import assert_same
+from tests.border.nets import OPTIONS, Net, wrap
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 # ------------------------------------------------------------------ construction
-def _optimizer_from_before(rank: int, part: bool) -> None:
+@pytest.mark.parametrize("part", [False, True])
+@on_ranks(1, 2, (3, "simulated"))
+def test_optimizers_from_before_wrapping(rank: int, part: bool) -> None:
     model: Any = build(Net)
     if part:
         model.block = FSDP(model.block)
@@ -34,11 +37,6 @@ def _optimizer_from_before(rank: int, part: bool) -> None:
         after.add_param_group({"params": [model.module.head.weight]})
         with pytest.raises(LifecycleError, match=r"\('head\.weight'\): it would never change"):
             after.step()
-
-
-def test_optimizers_from_before_wrapping() -> None:
-    for part in (False, True):
-        everywhere(_optimizer_from_before, part)
 
 
 class Named(nn.Module):
@@ -61,7 +59,9 @@ class Named(nn.Module):
         return found(y) if isinstance(found, nn.Module) else y * found
 
 
-def _names(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
+@on_ranks(1, 2, (3, "simulated"))
+def test_names_of_shards_that_are_taken(rank: int, kind: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Named has an attribute 'flat_param_0'.*flatten=False"):
         FSDP(build(lambda: Named(kind)))
     plain, model = build(lambda: Named(kind)), FSDP(build(lambda: Named(kind)), flatten=False)
@@ -70,18 +70,18 @@ def _names(rank: int, kind: str) -> None:
     for m, optimizer in ((plain, first), (model, second)):
         m(x).pow(2).sum().backward()
         optimizer.step()
-    same(model, plain)
+    assert_same(model, plain)
     model.load_state_dict(plain.state_dict())
     model.load_local_state_dict(model.local_state_dict())
-    same(model, plain)
+    assert_same(model, plain)
 
 
-@pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
-def test_names_of_shards_that_are_taken(kind: str) -> None:
-    everywhere(_names, kind)
-
-
-def _lazy(rank: int, on_rank: int | None) -> None:
+@pytest.mark.parametrize("on_rank", [None, 0])
+@on_ranks(1, 2, 3)
+def test_lazy_modules(rank: int, world_size: int, on_rank: int | None) -> None:
+    """Refused on all ranks, also if one of them knows the shapes; right once they are known."""
+    if world_size == 1 and on_rank == 0:
+        return  # it knows all
     torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 2))
     x = batch(0, 1)[0]
@@ -96,14 +96,8 @@ def _lazy(rank: int, on_rank: int | None) -> None:
     torch.testing.assert_close(FSDP(model)(x), expected)
 
 
-def test_lazy_modules() -> None:
-    """Refused on all ranks, also if one of them knows the shapes; right once they are known."""
-    everywhere(_lazy, None)
-    for world_size in (2, 3):
-        rank_pool(world_size).run(_lazy, 0)
-
-
-def _meta(rank: int) -> None:
+@on_ranks(1, 2, 3)
+def test_a_forward_without_values(rank: int) -> None:
     """Without values: shapes can be inferred, values can't; ``to_empty`` and loading make it a model."""
     truth = build(Net).eval()
     with torch.device("meta"):
@@ -120,13 +114,9 @@ def _meta(rank: int) -> None:
         torch.testing.assert_close(model(x), truth(x))
 
 
-def test_a_forward_without_values() -> None:
-    for world_size in (1, 2, 3):
-        rank_pool(world_size).run(_meta)
-
-
 # ------------------------------------------------------------------ other ways to give or take parameters
-def _functional(rank: int) -> None:
+@on_ranks(1, 2, (3, "simulated"))
+def test_functional_call(rank: int) -> None:
     model = wrap(build(Net)).eval()
     x = batch(0, 1)[0]
     expected = model(x)
@@ -142,24 +132,17 @@ def _functional(rank: int) -> None:
         model(x)
 
 
-def test_functional_call() -> None:
-    everywhere(_functional)
-
-
-def _assigned(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["unflattened"]])
+@on_ranks(1, 2, (3, "simulated"))
+def test_load_state_dict_assign(rank: int, options: dict[str, Any]) -> None:
     plain, model = build(Net, 1), wrap(build(Net), **options)
     assert not model.load_state_dict(plain.state_dict(), assign=True).missing_keys
-    same(model, plain)
+    assert_same(model, plain)
     x = batch(0, 1)[0]
     for m in (plain, model):
         m(x).pow(2).sum().backward()
         torch.optim.SGD(m.parameters(), lr=0.1).step()
-    same(model, plain)
-
-
-def test_load_state_dict_assign() -> None:
-    for options in (OPTIONS["plain"], OPTIONS["unflattened"]):
-        everywhere(_assigned, options)
+    assert_same(model, plain)
 
 
 class Counted(nn.Module):
@@ -177,7 +160,8 @@ class Counted(nn.Module):
             nn.init.uniform_(module.bias)
 
 
-def _applied(rank: int) -> None:
+@on_ranks(1, 2, (3, "simulated"))
+def test_apply_initializes_once(rank: int) -> None:
     plain, model = build(Net), wrap(build(Net))
     mine, truth = Counted(), Counted()
     torch.manual_seed(3)
@@ -185,19 +169,16 @@ def _applied(rank: int) -> None:
     torch.manual_seed(3)
     assert model.apply(mine) is model
     assert mine.seen == truth.seen
-    same(model, plain)
+    assert_same(model, plain)
     outer, truth = nn.Sequential(wrap(build(Net))), Counted()
     torch.manual_seed(3)
     outer.apply(truth)
     assert truth.seen == [*mine.seen, "Sequential"]
-    same(outer[0], plain)
+    assert_same(outer[0], plain)
 
 
-def test_apply_initializes_once() -> None:
-    everywhere(_applied)
-
-
-def _exported(rank: int) -> None:
+@on_ranks(2)
+def test_memory_given_to_numpy_stays_with_it(rank: int) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(3, 2)
     plain, model = copy.deepcopy(linear), FSDP(linear)
@@ -212,7 +193,3 @@ def _exported(rank: int) -> None:
             optimizer.zero_grad()
         torch.testing.assert_close(torch.from_numpy(taken[-1]), before)
     torch.testing.assert_close(model.state_dict()["weight"], plain.weight.detach())
-
-
-def test_memory_given_to_numpy_stays_with_it() -> None:
-    rank_pool(2).run(_exported)

@@ -14,15 +14,23 @@ from torch import nn
 
 from shardkit import FSDP, PrecisionPolicy
 from shardkit.errors import LifecycleError
-from tests.border.nets import OPTIONS, Net, everywhere, same, wrap
+from tests.beside import assert_same, train_beside
+from tests.border.nets import OPTIONS, Net, wrap
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 THERE = "inside of summon_full_params, or through a forward that was run there, is not possible"
 
 
 # ------------------------------------------------------------------ inside of summon_full_params
-def _evaluates_alone(rank: int, options: dict[str, Any]) -> None:
+def _trained_inside(model: Any, x: torch.Tensor) -> None:
+    with pytest.raises(LifecycleError, match=THERE):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@on_ranks(1, 2, (3, "simulated"))
+def test_evaluation_on_one_rank_when_summoned(rank: int, options: dict[str, Any]) -> None:
     """Rank 0 alone runs forward, generate and the wrapped module; others go on to a barrier and to training."""
     model = wrap(build(Net), **options)
     x = batch(0, 1)[0]
@@ -46,17 +54,9 @@ def _evaluates_alone(rank: int, options: dict[str, Any]) -> None:
     model.train()(x).sum().backward()
 
 
-def _trained_inside(model: Any, x: torch.Tensor) -> None:
-    with pytest.raises(LifecycleError, match=THERE):
-        model(x).sum().backward()
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_evaluation_on_one_rank_when_summoned(options: dict[str, Any]) -> None:
-    everywhere(_evaluates_alone, options)
-
-
-def _graphs(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["unflattened"]])
+@on_ranks(1, 2, (3, "simulated"))
+def test_graphs_and_summon(rank: int, options: dict[str, Any]) -> None:
     """A graph from before is as good as ever, unless parameters were changed; one from inside is refused."""
     plain, model = build(Net).eval(), wrap(build(Net), **options).eval()
     world = model._state.group.world_size
@@ -67,11 +67,11 @@ def _graphs(rank: int, options: dict[str, Any]) -> None:
         second.zero_grad()
         torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
         loss = model(xs[rank]).pow(2).mean()
-        same(model, plain)
+        assert_same(model, plain)
         loss.backward()
         first.step()
         second.step()
-    same(model, plain)
+    assert_same(model, plain)
     with model.summon_full_params():
         inside, past = (m(xs[rank]).sum() for m in (model, model.module))
         with pytest.raises(LifecycleError, match=THERE):
@@ -97,12 +97,9 @@ def _squared(model: Any) -> torch.Tensor:
         return model.module.head.weight.pow(2).sum()
 
 
-def test_graphs_and_summon() -> None:
-    for options in (OPTIONS["plain"], OPTIONS["unflattened"]):
-        everywhere(_graphs, options)
-
-
-def _changes_are_computed_with(rank: int, compute: torch.dtype | None) -> None:
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@on_ranks(1, 2, (3, "simulated"))
+def test_changes_when_summoned(rank: int, compute: torch.dtype | None) -> None:
     model = wrap(build(Net), precision=PrecisionPolicy(compute=compute, buffers=compute)).eval()
     x = batch(0, 1)[0]
     with torch.no_grad():
@@ -115,12 +112,8 @@ def _changes_are_computed_with(rank: int, compute: torch.dtype | None) -> None:
         assert model.state_dict()["block.0.weight"].eq(0.1).all()
 
 
-def test_changes_when_summoned() -> None:
-    for compute in (None, torch.bfloat16):
-        everywhere(_changes_are_computed_with, compute)
-
-
-def _copies_when_summoned(rank: int) -> None:
+@on_ranks(1, 2, (3, "simulated"))
+def test_copies_when_summoned(rank: int) -> None:
     model = wrap(build(Net)).eval()
     with model.summon_full_params():
         for part in (model, model.module):
@@ -135,12 +128,9 @@ def _copies_when_summoned(rank: int) -> None:
     assert torch.equal(copied(x), model(x))
 
 
-def test_copies_when_summoned() -> None:
-    everywhere(_copies_when_summoned)
-
-
 # ------------------------------------------------------------------ methods other than forward
-def _methods(rank: int) -> None:
+@on_ranks(1, 2, (3, "simulated"))
+def test_methods_other_than_forward(rank: int) -> None:
     model = wrap(build(Net)).eval()
     x = batch(0, 1)[0]
     with torch.no_grad():
@@ -157,10 +147,6 @@ def _methods(rank: int) -> None:
             other.module.head(torch.ones(2, 5)).sum().backward()
 
 
-def test_methods_other_than_forward() -> None:
-    everywhere(_methods)
-
-
 class Encoder(nn.Module):
     """The guide's model: torch's fast path would read the layers' weights without calling them."""
 
@@ -174,7 +160,9 @@ class Encoder(nn.Module):
         return self.out(self.encoder(x))
 
 
-def _fast_path(rank: int, parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("parts", [("linear1", "linear2", "norm1"), ("self_attn",), ("norm2", "self_attn")])
+@on_ranks(1, 2, (3, "simulated"))
+def test_paths_past_the_modules(rank: int, parts: tuple[str, ...]) -> None:
     plain = build(Encoder).eval()
     model: Any = build(Encoder)
     for layer in model.encoder.layers:
@@ -186,11 +174,6 @@ def _fast_path(rank: int, parts: tuple[str, ...]) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(x), plain(x))
         torch.testing.assert_close(model(x), plain(x))
-
-
-@pytest.mark.parametrize("parts", [("linear1", "linear2", "norm1"), ("self_attn",), ("norm2", "self_attn")])
-def test_paths_past_the_modules(parts: tuple[str, ...]) -> None:
-    everywhere(_fast_path, parts)
 
 
 # ------------------------------------------------------------------ outputs that are parameters
@@ -224,7 +207,9 @@ class Borrows(nn.Module):
         return self.layer(torch.tanh(x)) @ found["weight"].t()
 
 
-def _lends(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["itself", "view", "detached", "held"])
+@on_ranks(1, 2, (3, "simulated"))
+def test_outputs_that_are_parameters(rank: int, how: str) -> None:
     plain, model = (build(lambda: Borrows(how)) for _ in range(2))
     model.lends = FSDP(model.lends)
     model = FSDP(model)
@@ -236,23 +221,11 @@ def _lends(rank: int, how: str) -> None:
             ):
                 model(batch(0, 1)[0])
         return
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     for step in range(3):
         xs = batch(step, world)
         with torch.no_grad():
             torch.testing.assert_close(model(xs[0]), plain(xs[0]))
-        first.zero_grad()
-        second.zero_grad()
-        torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
-        model(xs[rank]).pow(2).mean().backward()
-        first.step()
-        second.step()
-    same(model, plain)
-
-
-@pytest.mark.parametrize("how", ["itself", "view", "detached", "held"])
-def test_outputs_that_are_parameters(how: str) -> None:
-    everywhere(_lends, how)
+        train_beside(rank, world, model, plain, lambda m, r, _, xs=xs: m(xs[r]).pow(2).mean(), steps=[step])
 
 
 # ------------------------------------------------------------------ threads
@@ -287,7 +260,10 @@ class _Interrupted(torch.autograd.Function):
         return gradient, None
 
 
-def _threads(rank: int, during: str) -> None:
+@pytest.mark.parametrize("during", ["forward", "backward"])
+@on_ranks(2, 3)
+def test_another_thread_is_refused(rank: int, during: str) -> None:
+    """Nothing of the first thread's is freed by it: what is in progress comes out right."""
     plain, inner = build(Meets), build(Meets)
     model = FSDP(inner)
     x = batch(0, 1)[0]
@@ -326,10 +302,3 @@ def _threads(rank: int, during: str) -> None:
     size = mine.numel()
     truth = nn.functional.pad(gradient, (0, size * model._state.group.world_size - gradient.numel()))
     torch.testing.assert_close(mine.view(-1), truth[rank * size : (rank + 1) * size])
-
-
-@pytest.mark.parametrize("during", ["forward", "backward"])
-def test_another_thread_is_refused(during: str) -> None:
-    """Nothing of the first thread's is freed by it: what is in progress comes out right."""
-    for world_size in (2, 3):
-        rank_pool(world_size).run(_threads, during)

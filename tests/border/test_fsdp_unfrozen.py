@@ -13,7 +13,7 @@ from shardkit import FSDP, fully_shard
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 class Net(nn.Module):
@@ -45,7 +45,32 @@ def _trained(model: nn.Module, optimizer: Any, by_freezing: bool) -> dict[str, t
     return model.state_dict()
 
 
-def _some_steps(rank: int) -> None:
+class Scaled(Net):
+    """Its middle layer is so small that one rank has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle, self.last = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 5 * WIDTH)  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x if self.skips else x * self.middle(x))[:, :WIDTH]
+
+
+@on_ranks(2)
+def test_all_ranks_say_it(rank: int) -> None:
+    """Also those that have no part of the parameter."""
+    for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
+        for by_freezing in (False, True):
+            model = wrap(build(Scaled))
+            with heard(logging.WARNING) as lines:
+                _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
+            (line,) = lines
+            assert line.startswith(f"rank {rank}: parameter 'middle.")
+
+
+@on_ranks(2)
+def test_members_without_gradients_in_some_steps(rank: int) -> None:
     def plain_sgd(params: Any) -> Any:
         return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
 
@@ -85,34 +110,3 @@ def _some_steps(rank: int) -> None:
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
         assert not lines
-
-
-class Scaled(Net):
-    """Its middle layer is so small that one rank has all of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle, self.last = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 5 * WIDTH)  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        return self.last(x if self.skips else x * self.middle(x))[:, :WIDTH]
-
-
-def _on_one_rank(rank: int) -> None:
-    for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
-        for by_freezing in (False, True):
-            model = wrap(build(Scaled))
-            with heard(logging.WARNING) as lines:
-                _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
-            (line,) = lines
-            assert line.startswith(f"rank {rank}: parameter 'middle.")
-
-
-def test_all_ranks_say_it() -> None:
-    """Also those that have no part of the parameter."""
-    rank_pool(2).run(_on_one_rank)
-
-
-def test_members_without_gradients_in_some_steps() -> None:
-    rank_pool(2).run(_some_steps)

@@ -16,7 +16,7 @@ from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
 from tests.fsdp_models import WIDTH, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 class Clamping(nn.Linear):
@@ -76,7 +76,8 @@ def _written_and(ending: str, model: FSDP) -> None:
         model.state_dict()
 
 
-def _written(rank: int) -> None:
+@on_ranks(2)
+def test_writes_in_forward_are_refused(rank: int) -> None:
     for nested in (False, True):
         for ending in ("backward", "forward", "state_dict"):
             model = _wrapped(nested)
@@ -112,11 +113,8 @@ def _written(rank: int) -> None:
         assert torch.equal(_loss(model), _loss(plain))
 
 
-def test_writes_in_forward_are_refused() -> None:
-    rank_pool(2).run(_written)
-
-
-def _alone(rank: int) -> None:
+@on_ranks(1)
+def test_writes_of_one_rank_stay(rank: int) -> None:
     """One rank: nothing is given back, so that writes stay, unless it computes in another dtype."""
     plain, model = build(Net), _wrapped(True)
     for m in (plain, model):
@@ -139,11 +137,8 @@ def _alone(rank: int) -> None:
         _loss(model).backward()
 
 
-def test_writes_of_one_rank_stay() -> None:
-    rank_pool(1).run(_alone)
-
-
-def _renormalising(rank: int) -> None:
+@on_ranks(2)
+def test_embeddings_that_renormalise_are_refused(rank: int) -> None:
     for layer in (nn.Embedding, nn.EmbeddingBag):
         inner = nn.Sequential(nn.Identity(), layer(4, 3, max_norm=0.1))
         with pytest.raises(
@@ -152,10 +147,6 @@ def _renormalising(rank: int) -> None:
             FSDP(inner)
         setattr(inner[1], "max_norm", None)  # noqa: B010
         FSDP(inner)
-
-
-def test_embeddings_that_renormalise_are_refused() -> None:
-    rank_pool(2).run(_renormalising)
 
 
 class Smooth(nn.Sequential):
@@ -211,7 +202,8 @@ def _sharded(by: Callable[..., Any], **options: Any) -> nn.Module:
     return sharded
 
 
-def _graphs(rank: int, world_size: int) -> None:
+@on_ranks(*[(ranks, "simulated") for ranks in (1, 2, 3)])
+def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
     for by in (FSDP, fully_shard):
         for loss in (_penalty, _forces, _third, _not_gone_through):
             models = build(Smooth), _sharded(by, reshard=ReshardPolicy(root=True))
@@ -229,12 +221,8 @@ def _graphs(rank: int, world_size: int) -> None:
             torch.testing.assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()))
 
 
-def test_graphs_of_gradients_of_inputs() -> None:
-    for world_size in (1, 2, 3):
-        rank_pool(world_size, "simulated").run(_graphs, world_size)
-
-
-def _no_graphs(rank: int, world_size: int) -> None:
+@on_ranks((2, "simulated"))
+def test_graphs_that_are_too_old_or_of_parameters(rank: int, world_size: int) -> None:
     for by in (FSDP, fully_shard):
         model, x = _sharded(by), _batch(rank, 0)
         words = rf"rank {rank}: a backward with create_graph=True that gives gradients of .* parameters"
@@ -260,10 +248,6 @@ def _no_graphs(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-def test_graphs_that_are_too_old_or_of_parameters() -> None:
-    rank_pool(2, "simulated").run(_no_graphs, 2)
-
-
 def _train(plain: nn.Module, model: FSDP, steps: tuple[str, ...]) -> None:
     """The same in both, ends in the same; same data on all ranks."""
     for m in (plain, model):
@@ -285,7 +269,8 @@ def _train(plain: nn.Module, model: FSDP, steps: tuple[str, ...]) -> None:
         torch.testing.assert_close(model.state_dict()[key], value)
 
 
-def _stepped(rank: int) -> None:
+@on_ranks(2)
+def test_step_between_forward_and_backward_is_refused(rank: int) -> None:
     for nested in (False, True):
         for steps in (("f", "b", "f", "s", "b"), ("f", "b", "f", "s", "f", "b"), ("f", "f", "b", "s", "b")):
             for model, kind in ((build(Net), RuntimeError), (_wrapped(nested), LifecycleError)):
@@ -303,7 +288,3 @@ def _stepped(rank: int) -> None:
             inner: Any = model.module
             inner.checkpoints = checkpoints
             _train(plain, model, allowed)
-
-
-def test_step_between_forward_and_backward_is_refused() -> None:
-    rank_pool(2).run(_stepped)

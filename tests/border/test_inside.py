@@ -13,7 +13,9 @@ from torch import nn
 
 from shardkit import FSDP, PrecisionPolicy
 from shardkit.errors import LifecycleError
-from tests.pools import rank_pool
+from tests.beside import reread, steps_beside
+from tests.border.strategies import GLOO, loss_of, make_model, wrapped
+from tests.pools import on_ranks
 
 
 class Net(nn.Module):
@@ -90,26 +92,24 @@ def train(
     model: nn.Module, truth: nn.Module, rank: int, world: int, call: Callable[..., torch.Tensor]
 ) -> None:
     """Three steps of each."""
-    first, second = (
+    optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for m in (model, truth)
+    ]
+    steps_beside(
+        rank, world, model, truth, lambda m, r, step: call(m, inputs(r, step)).pow(2).sum(), optimizers
     )
-    for step in range(3):
-        first.zero_grad()
-        second.zero_grad()
-        call(model, inputs(rank, step)).pow(2).sum().backward()
-        torch.stack([call(truth, inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
-        first.step()
-        second.step()
 
 
 # ------------------------------------------------------------------------------------ methods
-def _methods(rank: int, world: int, nested: bool, flatten: bool) -> None:
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@on_ranks(1, 2, 3)
+def test_methods_through_the_wrapper(rank: int, world_size: int, nested: bool, flatten: bool) -> None:
     model, truth = units(flatten, nested), plain()
     torch.testing.assert_close(model.generate(inputs(rank)), truth.generate(inputs(rank)), rtol=0, atol=1e-6)
-    train(model, truth, rank, world, lambda m, x: m.encode(x))
+    train(model, truth, rank, world_size, lambda m, x: m.encode(x))
     assert gap(model, truth) <= 1e-6
-    train(model, truth, rank, world, lambda m, x: m(x))  # and forward after that
+    train(model, truth, rank, world_size, lambda m, x: m(x))  # and forward after that
     assert gap(model, truth) <= 1e-6
     torch.testing.assert_close(
         model.generate(inputs(0), steps=2), truth.generate(inputs(0), steps=2), rtol=0, atol=1e-6
@@ -122,13 +122,8 @@ def _methods(rank: int, world: int, nested: bool, flatten: bool) -> None:
         model.describe()
 
 
-@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_methods_through_the_wrapper(world: int, nested: bool, flatten: bool) -> None:
-    rank_pool(world).run(_methods, world, nested, flatten)
-
-
-def _method_fails(rank: int) -> None:
+@on_ranks(2)
+def test_a_method_that_raises(rank: int) -> None:
     model, truth = units(), plain()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.encode(torch.ones(2, 4))
@@ -137,12 +132,9 @@ def _method_fails(rank: int) -> None:
     assert model.generate.__name__ == "generate"
 
 
-def test_a_method_that_raises() -> None:
-    rank_pool(2).run(_method_fails)
-
-
 # ------------------------------------------------------------------------------------ asked themselves
-def _asked(rank: int) -> None:
+@on_ranks(2)
+def test_modules_inside_list_what_they_were_written_with(rank: int) -> None:
     truth = plain()
     names = [n for n, _ in truth.named_parameters()]
     for nested in (True, False):
@@ -172,11 +164,9 @@ def _asked(rank: int) -> None:
         alone.load_state_dict(alone.state_dict())
 
 
-def test_modules_inside_list_what_they_were_written_with() -> None:
-    rank_pool(2).run(_asked)
-
-
-def _frozen(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["module", "loop"])
+@on_ranks(1, 2, 3)
+def test_freezing_through_modules_inside(rank: int, world_size: int, how: str) -> None:
     model, truth = units(), plain()
     for m in (model.module, truth):
         if how == "module":
@@ -185,22 +175,18 @@ def _frozen(rank: int, world: int, how: str) -> None:
         else:
             for name, p in m.named_parameters():
                 p.requires_grad = not name.startswith(("head", "blocks.0"))
-    train(model, truth, rank, world, lambda m, x: m(x))
+    train(model, truth, rank, world_size, lambda m, x: m(x))
     assert gap(model, truth) <= 1e-6
     torch.testing.assert_close(model.module.head.bias.requires_grad, False)
 
 
-@pytest.mark.parametrize("how", ["module", "loop"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_freezing_through_modules_inside(world: int, how: str) -> None:
-    rank_pool(world).run(_frozen, world, how)
-
-
-def _state_dicts(rank: int, world: int, flatten: bool) -> None:
+@pytest.mark.parametrize("flatten", [True, False])
+@on_ranks(1, 2)
+def test_state_dicts_of_modules_inside_are_refused(rank: int, world_size: int, flatten: bool) -> None:
     model, truth = units(flatten), plain()
     inner: Any = model.module
     values = truth.state_dict()
-    if flatten or world > 1:
+    if flatten or world_size > 1:
         for m in (inner, inner.head, nn.Sequential(inner)):
             with pytest.raises(LifecycleError, match=r"state_dict\(\) of a .* inside of an FSDP module"):
                 m.state_dict()
@@ -218,23 +204,15 @@ def _state_dicts(rank: int, world: int, flatten: bool) -> None:
     assert gap(model, truth) == 0
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_state_dicts_of_modules_inside_are_refused(world: int, flatten: bool) -> None:
-    rank_pool(world).run(_state_dicts, world, flatten)
-
-
-def _half(rank: int) -> torch.dtype:
+@on_ranks(2)
+def test_dtype_in_forward_is_that_of_compute(rank: int) -> None:
     model = units(precision=PrecisionPolicy(compute=torch.bfloat16))
-    return model(inputs(rank)).dtype
-
-
-def test_dtype_in_forward_is_that_of_compute() -> None:
-    assert rank_pool(2).run(_half) == [torch.bfloat16] * 2
+    assert model(inputs(rank)).dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------ containers
-def _containers(rank: int) -> None:
+@on_ranks(2)
+def test_containers(rank: int) -> None:
     layers = [nn.Linear(2, 2), nn.ReLU()]
     row, table = FSDP(nn.Sequential(*layers)), FSDP(nn.ModuleDict({"a": nn.Linear(2, 2)}))
     assert len(row) == 2
@@ -255,11 +233,27 @@ def _containers(rank: int) -> None:
             wrong(linear)
 
 
-def test_containers() -> None:
-    rank_pool(2).run(_containers)
+@on_ranks(1, 2, (2, "simulated"))
+def test_modules_inside_are_not_moved_alone(rank: int) -> None:
+    model: Any = FSDP(nn.Sequential(FSDP(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)))
+    for inner in (model.module, model.module[2]):
+        inner.float()  # nothing to do
+        inner.to("cpu")
+        with pytest.raises(
+            LifecycleError, match=r"Linear inside of an FSDP module can't be moved or cast by itself"
+        ):
+            inner.double()
+    twin = copy.deepcopy(model)
+    for m in (model, twin):
+        m.double()
+        m(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        assert {p.dtype for p in m.parameters()} == {torch.float64}
+    with model.summon_full_params():
+        model.module[2].to(torch.float64)
 
 
-def _copies_keep_groups(rank: int) -> None:
+@on_ranks(2)
+def test_copies_keep_their_groups_and_pickles_do_not(rank: int) -> None:
     import torch.distributed as dist
 
     from shardkit.errors import ConfigurationError
@@ -284,28 +278,32 @@ def _copies_keep_groups(rank: int) -> None:
     assert gap(twin, truth) <= 1e-6
 
 
-def _moved_alone(rank: int) -> None:
-    model: Any = FSDP(nn.Sequential(FSDP(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 3)))
-    for inner in (model.module, model.module[2]):
-        inner.float()  # nothing to do
-        inner.to("cpu")
-        with pytest.raises(
-            LifecycleError, match=r"Linear inside of an FSDP module can't be moved or cast by itself"
-        ):
-            inner.double()
-    twin = copy.deepcopy(model)
-    for m in (model, twin):
-        m.double()
-        m(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-        assert {p.dtype for p in m.parameters()} == {torch.float64}
-    with model.summon_full_params():
-        model.module[2].to(torch.float64)
+# ------------ Gradients, dtypes and files of a module inside of a unit: its values and gradients are
+# elsewhere, on all ranks.
+@on_ranks(*GLOO)
+def test_reduced_gradients_are_not_taken_for_none(rank: int, world_size: int) -> None:
+    for strategy in ("fsdp", "units"):  # without flattening, modules inside list the shards
+        model = wrapped(strategy, make_model())
+        inner: nn.Module = model.module  # type: ignore[assignment]
+        assert inner[0].weight.grad is None  # type: ignore[index]
+        loss_of(model, rank).backward()
+        for module in (inner, inner[0]):  # type: ignore[index]
+            with pytest.raises(LifecycleError, match=r"gradient of parameter .*reduced.*parameters\(\)"):
+                nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            for param in module.parameters():
+                with pytest.raises(LifecycleError, match="reduced"):  # it would clear nothing
+                    param.grad = None
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        model.zero_grad()
+        assert inner[0].weight.grad is None  # type: ignore[index]
 
 
-def test_modules_inside_are_not_moved_alone() -> None:
-    for world_size, backend in [(1, "gloo"), (2, "gloo"), (2, "simulated")]:
-        rank_pool(world_size, backend).run(_moved_alone)
-
-
-def test_copies_keep_their_groups_and_pickles_do_not() -> None:
-    rank_pool(2).run(_copies_keep_groups)
+@on_ranks(2)
+def test_an_inner_module_from_a_file_says_that_it_has_no_values(rank: int, world_size: int) -> None:
+    model = FSDP(make_model())
+    inner: nn.Module = model.module  # type: ignore[assignment]
+    for copied in (reread(inner, weights_only=False), pickle.loads(pickle.dumps(inner))):
+        with pytest.raises(LifecycleError, match=r"weight'.*without the FSDP module"):
+            copied.state_dict()
+        with pytest.raises(LifecycleError, match="without the FSDP module"):
+            copied.load_state_dict(make_model().state_dict())

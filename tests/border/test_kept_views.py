@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 
 from shardkit import FSDP, ReshardPolicy
 from shardkit.errors import LifecycleError
+from tests.border.nets import Net, wrap
 from tests.fsdp_models import batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 WIDTH = 6
 
@@ -95,17 +97,14 @@ def _reads(rank: int, world: int, name: str) -> None:
             assert torch.equal(seen[0], truth)
 
 
-def _all_read(rank: int, world: int) -> None:
+@on_ranks(1, 2, (2, "simulated"))
+def test_views_that_are_kept(rank: int, world_size: int) -> None:
     for name in VIEWS:
-        _reads(rank, world, name)
+        _reads(rank, world_size, name)
 
 
-@pytest.mark.parametrize(("world", "backend"), [(1, "gloo"), (2, "gloo"), (2, "simulated")])
-def test_views_that_are_kept(world: int, backend: str) -> None:
-    rank_pool(world, backend).run(_all_read, world)
-
-
-def _by_a_hook(rank: int) -> None:
+@on_ranks(2)
+def test_views_that_hooks_keep(rank: int) -> None:
     """Kept by a hook, long ago; what autograd alone keeps is no concern."""
     inner = build(Keeping)
     model = FSDP(nn.Sequential(FSDP(inner), nn.Linear(3, 3)))
@@ -124,11 +123,8 @@ def _by_a_hook(rank: int) -> None:
         copy.deepcopy(inner.kept)
 
 
-def test_views_that_hooks_keep() -> None:
-    rank_pool(2).run(_by_a_hook)
-
-
-def _stays(rank: int, world: int) -> None:
+@on_ranks(1, 2, 3)
+def test_units_that_stay_gathered_without_a_backward(rank: int, world_size: int) -> None:
     """Units that stay gathered for a backward that does not come: the next forward has the new values."""
     for flatten in (True, False):
         for reshard in (ReshardPolicy(), ReshardPolicy(after_forward=False), ReshardPolicy(root=False)):
@@ -143,7 +139,7 @@ def _stays(rank: int, world: int) -> None:
                     m(batch(step, 1)[0]).pow(2).sum().backward()
                     m(batch(step, 1)[0])
                     optimizer.step()
-                if world > 1:
+                if world_size > 1:
                     down = model.module.down
                     for use in (lambda d=down: d.weight.sum(), lambda d=down: d.weight.data.zero_()):
                         with pytest.raises(LifecycleError, match=r"parameter 'down\.weight'"):
@@ -152,6 +148,177 @@ def _stays(rank: int, world: int) -> None:
                     torch.testing.assert_close(use(model), use(plain), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_units_that_stay_gathered_without_a_backward(world: int) -> None:
-    rank_pool(world).run(_stays, world)
+# ------------ A parameter that is not gathered tells what it is, and says so by name if somebody needs its values.
+def _wrapped() -> FSDP:
+    return wrap(build(Net)).eval()  # type: ignore[no-any-return]
+
+
+def _written(change: Callable[[torch.Tensor], Any]) -> Callable[[nn.Parameter], Any]:
+    """In place, and what is there afterwards."""
+
+    def run(w: nn.Parameter) -> Any:
+        with torch.no_grad():
+            change(w)
+        return w.detach().clone()
+
+    return run
+
+
+# What programs do with a parameter outside of forward; each returns what it saw.
+IDIOMS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "sum": lambda w: w.sum(),
+    "isnan": lambda w: w.isnan().any(),
+    "clone": lambda w: w.clone(),
+    "detach": lambda w: w.detach() + 0,
+    "data": lambda w: w.data + 0,
+    "numpy": lambda w: torch.from_numpy(w.detach().numpy().copy()),
+    "tolist": lambda w: w.tolist(),
+    "item": lambda w: w[0, 0].item(),
+    "iterate": lambda w: [row.sum() for row in w],
+    "product": lambda w: torch.ones(1, w.shape[0]) @ w,
+    "function": lambda w: nn.functional.linear(torch.ones(1, w.shape[1]), w),
+    "compare": lambda w: w == 0,
+    "bool": lambda w: bool((w > 0).any()),
+    "norm": lambda w: torch.nn.utils.get_total_norm([w]),
+    "foreach": lambda w: torch._foreach_norm([w]),
+    "to": lambda w: w.to(torch.float64),
+    "view": lambda w: w.view(-1) + 0,
+    "transpose": lambda w: w.T + 0,
+    "ema": lambda w: torch.zeros_like(w).lerp_(w, 0.5),
+    "copied from": lambda w: torch.zeros(w.shape).copy_(w),
+    "stacked": lambda w: torch.stack([w, w]),
+    "fill": _written(lambda w: w.fill_(0.25)),
+    "fill data": _written(lambda w: w.data.fill_(0.25)),
+    "set data": _written(lambda w: setattr(w, "data", torch.ones(w.shape))),
+    "copied into": _written(lambda w: w.copy_(torch.ones(w.shape))),
+    "init": _written(lambda w: nn.init.constant_(w, 0.25)),
+    "random init": _written(lambda w: (torch.manual_seed(0), nn.init.xavier_uniform_(w))),
+    "row": _written(lambda w: w[0].zero_()),
+    "set item": _written(lambda w: w.__setitem__(0, 0.5)),
+    "optimizer's update": _written(lambda w: w.add_(torch.ones(w.shape), alpha=-0.1)),
+    "foreach in place": _written(lambda w: torch._foreach_mul_([w], 0.5)),
+    "vector": lambda w: torch.nn.utils.parameters_to_vector([w]),
+}
+
+
+def _inner(model: FSDP) -> nn.Module:
+    """The wrapped module; what it wraps below is reached through its attributes."""
+
+    class View(nn.Module):
+        def get_submodule(self, target: str) -> nn.Module:
+            found: Any = model.module
+            for part in target.split("."):
+                found = found[int(part)] if part.isdigit() else getattr(found, part)
+            return found  # type: ignore[no-any-return]
+
+    return View()
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+@on_ranks(1, 2, (3, "simulated"))
+def test_values_outside_of_forward(rank: int, name: str) -> None:
+    """Refused by name on each rank (right where the shard is everything), and nothing has changed."""
+    plain, model = build(Net), _wrapped()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    idiom = IDIOMS[name]
+    alone = model._state.group.world_size == 1
+    for step in range(2):
+        for path in ("block.0.weight", "head.weight"):
+            module, _, attribute = path.rpartition(".")
+            mine, truth = (getattr(m.get_submodule(module), attribute) for m in (_inner(model), plain))
+            if alone:
+                torch.testing.assert_close(idiom(mine), idiom(truth))
+                continue
+            with pytest.raises(LifecycleError, match=f"rank {rank}: .*parameter '{path if step else ''}"):
+                idiom(mine)
+        model(batch(0, 1)[0]).sum().backward()  # ends released again
+    if not alone:
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key]), key
+
+
+@on_ranks(1, 2, (3, "simulated"))
+def test_facts(rank: int) -> None:
+    """What is known without values is what it is in one process, and costs no gathering."""
+    plain, model = build(Net), _wrapped()
+    model(batch(0, 1)[0]).sum().backward()
+    mine, truth = model.module.head.weight, plain.head.weight
+    for read in (
+        lambda w: (
+            w.shape,
+            w.size(),
+            w.size(1),
+            w.numel(),
+            w.dim(),
+            w.ndim,
+            len(w),
+            w.stride(),
+            w.is_contiguous(),
+        ),
+        lambda w: (
+            w.dtype,
+            w.layout,
+            w.requires_grad,
+            w.is_leaf,
+            w.grad_fn,
+            w.element_size(),
+            w.nbytes,
+            w.itemsize,
+        ),
+        lambda w: (
+            w.is_floating_point(),
+            w.is_complex(),
+            w.is_sparse,
+            w.is_cuda,
+            w.is_meta,
+            w.device.type == "cpu",
+        ),
+        lambda w: (isinstance(w, nn.Parameter), isinstance(w, torch.Tensor), hash(w) == id(w)),
+        lambda w: (torch.zeros_like(w).shape, w.new_empty(2, 3).dtype, torch.ones_like(w).sum().item()),
+    ):
+        assert read(mine) == read(truth)
+    assert mine in {mine}
+    printed = f"{mine} {mine!r} {mine!s}"
+    if model._state.group.world_size > 1:
+        assert printed.count("'head.weight' of shape (3, 5), torch.float32, sharded") == 3
+    mine.requires_grad_(False)
+    assert not mine.requires_grad
+    model(batch(0, 1)[0]).sum().backward()
+    mine.requires_grad = True
+    seen: list[Any] = []
+    handle = mine.register_hook(lambda g: seen.append(g.shape))
+    model(batch(0, 1)[0]).sum().backward()
+    handle.remove()
+    assert seen == [truth.shape]
+
+
+@on_ranks(1, 2, (3, "simulated"))
+def test_copies(rank: int) -> None:
+    """Copies of inner modules are refused, or say on use what they lack; FSDP modules are copied."""
+    model = _wrapped()
+    x = batch(0, 1)[0]
+    with torch.no_grad():
+        expected = model(x)
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(made(x), expected)
+        hidden = torch.ones(2, 5)
+        with model.summon_full_params():
+            truth = model.module.head(hidden)
+            copied = copy.deepcopy(model.module.head)
+            saved = pickle.dumps(model.module.head)
+        assert type(copied.weight) is nn.Parameter
+        assert [n for n, _ in copied.named_parameters()] == ["weight", "bias"]
+        assert torch.equal(copied(hidden), truth)
+        assert torch.equal(pickle.loads(saved)(hidden), truth)
+        if model._state.group.world_size == 1:
+            assert torch.equal(copy.deepcopy(model.module.head)(hidden), truth)
+            assert torch.equal(pickle.loads(pickle.dumps(model.module.head))(hidden), truth)
+            return
+        for part in (model.module, model.module.head, model.module.head.bias):
+            with pytest.raises(LifecycleError, match=r"a copy needs the values of parameter 'head\."):
+                copy.deepcopy(part)
+        loaded = pickle.loads(pickle.dumps(model.module.head))
+        with pytest.raises(
+            LifecycleError, match=r"'head\.weight', but this is a copy of it without the FSDP module"
+        ):
+            loaded(hidden)

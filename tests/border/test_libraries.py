@@ -17,7 +17,8 @@ from torch import nn
 
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.pools import free_port, rank_pool
+from tests.beside import steps_beside
+from tests.pools import on_ranks
 
 for library in ("transformers", "peft", "accelerate"):
     pytest.importorskip(
@@ -72,31 +73,28 @@ def trainable(model: nn.Module) -> torch.optim.Optimizer:
 
 def train(model: Any, truth: Any, rank: int, world: int) -> None:
     """Two steps of each."""
-    first, second = trainable(model), trainable(truth)
-    for step in range(2):
-        first.zero_grad()
-        second.zero_grad()
-        model(input_ids=tokens(rank, step), labels=tokens(rank, step)).loss.backward()
-        losses = [truth(input_ids=tokens(r, step), labels=tokens(r, step)).loss for r in range(world)]
-        torch.stack(losses).mean().backward()
-        first.step()
-        second.step()
+    steps_beside(
+        rank, world, model, truth, lambda m, r, step: m(tokens(r, step), labels=tokens(r, step)).loss,
+        [trainable(model), trainable(truth)], range(2),
+    )  # fmt: skip
 
 
 LAYOUTS = [(True, True), (False, True), (True, False)]
 
 
 # ------------------------------------------------------------------------------------ transformers
-def _transformers(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@on_ranks(1, 2)
+def test_transformers(rank: int, world_size: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     model, truth = sharded(llama(), nested, flatten), llama()
     model.gradient_checkpointing_enable()
     model.train()
-    train(model, truth, rank, world)
-    model.save_pretrained(folder)
+    train(model, truth, rank, world_size)
+    model.save_pretrained(tmp_path)
     dist.barrier()
-    again = LlamaForCausalLM.from_pretrained(folder)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
     assert gap(again.state_dict(), truth.state_dict()) <= 1e-6
     inner: Any = model.module
     assert (inner.dtype, inner.device.type) == (torch.float32, "cpu")
@@ -109,13 +107,8 @@ def _transformers(rank: int, world: int, nested: bool, flatten: bool, folder: Pa
         model.set_input_embeddings(nn.Embedding(40, 16))
 
 
-@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_transformers(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
-    rank_pool(world).run(_transformers, world, nested, flatten, tmp_path)
-
-
-def _transformers_in_place(rank: int, world: int, folder: Path) -> None:
+@on_ranks(1, 2)
+def test_transformers_in_place(rank: int, world_size: int, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     model, truth = llama(), llama()
@@ -127,20 +120,16 @@ def _transformers_in_place(rank: int, world: int, folder: Path) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in truth.named_parameters()]
     model.gradient_checkpointing_enable()
     model.train()
-    train(model, truth, rank, world)
-    model.save_pretrained(folder)
+    train(model, truth, rank, world_size)
+    model.save_pretrained(tmp_path)
     dist.barrier()
-    assert gap(LlamaForCausalLM.from_pretrained(folder).state_dict(), truth.state_dict()) <= 1e-6
+    assert gap(LlamaForCausalLM.from_pretrained(tmp_path).state_dict(), truth.state_dict()) <= 1e-6
     mine = model.eval().generate(tokens(0), max_new_tokens=4, do_sample=False)
     assert torch.equal(mine, truth.eval().generate(tokens(0), max_new_tokens=4, do_sample=False))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_transformers_in_place(world: int, tmp_path: Path) -> None:
-    rank_pool(world).run(_transformers_in_place, world, tmp_path)
-
-
-def _without_parameters_of_its_own(rank: int) -> None:
+@on_ranks(2)
+def test_a_model_that_asks_for_its_dtype(rank: int) -> None:
     from transformers import XLNetConfig, XLNetModel
 
     def make() -> Any:
@@ -151,20 +140,18 @@ def _without_parameters_of_its_own(rank: int) -> None:
     torch.testing.assert_close(outputs, make()(tokens(rank)).last_hidden_state, rtol=0, atol=1e-6)
 
 
-def test_a_model_that_asks_for_its_dtype() -> None:
-    rank_pool(2).run(_without_parameters_of_its_own)
-
-
 # ------------------------------------------------------------------------------------ peft
-def _peft(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
+@on_ranks(1, 2)
+def test_peft(rank: int, world_size: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
     model, truth = sharded(adapted(), nested, flatten), adapted()
-    train(model, truth, rank, world)
+    train(model, truth, rank, world_size)
     expected = get_peft_model_state_dict(truth)
     found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
     assert gap(found, expected) <= 1e-6
-    where = folder / str(rank)
+    where = tmp_path / str(rank)
     model.save_pretrained(where)
     again = PeftModel.from_pretrained(llama(), where)
     assert gap(get_peft_model_state_dict(again), expected) <= 1e-6
@@ -179,12 +166,10 @@ def _peft(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> N
 
 
 @pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_peft(world: int, nested: bool, flatten: bool, tmp_path: Path) -> None:
-    rank_pool(world).run(_peft, world, nested, flatten, tmp_path)
-
-
-def _adapters(rank: int, world: int, nested: bool, flatten: bool, folder: Path) -> None:
+@on_ranks(2)
+def test_adapters_of_wrapped_models(
+    rank: int, world_size: int, nested: bool, flatten: bool, tmp_path: Path
+) -> None:
     """Read, written, merged, loaded, after wrapping."""
     from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -199,7 +184,7 @@ def _adapters(rank: int, world: int, nested: bool, flatten: bool, folder: Path) 
     found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
     assert gap(found, changed) == 0
     set_peft_model_state_dict(truth, changed)
-    if world > 1:  # else values are there
+    if world_size > 1:  # else values are there
         for method in ("merge_adapter", "merge_and_unload"):
             with pytest.raises(LifecycleError, match="summon_full_params"):
                 getattr(model, method)()
@@ -213,17 +198,12 @@ def _adapters(rank: int, world: int, nested: bool, flatten: bool, folder: Path) 
     with pytest.raises(ConfigurationError, match="before it is wrapped"):
         model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"]))
     other = adapted()
-    other.save_pretrained(folder / str(rank))
+    other.save_pretrained(tmp_path / str(rank))
     with model.summon_full_params():
         model.module.unmerge_adapter()  # type: ignore[operator]
-        model.module.load_adapter(folder / str(rank), adapter_name="default")  # type: ignore[operator]
+        model.module.load_adapter(tmp_path / str(rank), adapter_name="default")  # type: ignore[operator]
     found = get_peft_model_state_dict(model.module, state_dict=model.state_dict())
     assert gap(found, get_peft_model_state_dict(other)) == 0
-
-
-@pytest.mark.parametrize(("nested", "flatten"), LAYOUTS)
-def test_adapters_of_wrapped_models(nested: bool, flatten: bool, tmp_path: Path) -> None:
-    rank_pool(2).run(_adapters, 2, nested, flatten, tmp_path)
 
 
 # ------------------------------------------------------------------------------------ accelerate
@@ -295,19 +275,21 @@ def _all_inputs(world: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(torch.cat([inputs(k, 0) for k in range(8 * world)]))
 
 
-def _accelerate(rank: int, world: int, strategy: str, port: int, folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp"])
+@on_ranks(1, 2)
+def test_accelerate(rank: int, world_size: int, strategy: str, port: int, tmp_path: Path) -> None:
     """A loop as in accelerate's guide, beside one process."""
     with Environment(rank, port):
         accelerator = _accelerator(gradient_accumulation_steps=2)
         model, optimizer = _trainees(strategy, accelerator)
-        loader = accelerator.prepare(torch.utils.data.DataLoader(_all_inputs(world), batch_size=4))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(_all_inputs(world_size), batch_size=4))
         truth = regressor()
         plain = torch.optim.AdamW(truth.parameters(), lr=0.1)
         for k, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = model(x).pow(2).sum()
                 accelerator.backward(loss)
-                losses = [truth(inputs(k * world + r, 0)).pow(2).sum() / 2 for r in range(world)]
+                losses = [truth(inputs(k * world_size + r, 0)).pow(2).sum() / 2 for r in range(world_size)]
                 torch.stack(losses).mean().backward()
                 expected = torch.stack(losses).detach().mean() * 2
                 found = accelerator.gather_for_metrics(loss.detach()).mean()
@@ -324,17 +306,17 @@ def _accelerate(rank: int, world: int, strategy: str, port: int, folder: Path) -
                 if strategy == "sharded_ddp":
                     optimizer.optimizer.consolidate_state_dict(-1)
                 # safetensors takes no parts of a buffer, which are what OSS makes of parameters
-                accelerator.save_state(str(folder), safe_serialization=strategy != "sharded_ddp")
+                accelerator.save_state(str(tmp_path), safe_serialization=strategy != "sharded_ddp")
                 saved = {n: v.clone() for n, v in truth.state_dict().items()}
         prefix = "module." if strategy == "sharded_ddp" else ""
         for found in (accelerator.get_state_dict(model), accelerator.unwrap_model(model).state_dict()):
             assert gap({n.removeprefix(prefix): v for n, v in found.items()}, truth.state_dict()) <= 1e-5
         accelerator.wait_for_everyone()
-        accelerator.load_state(str(folder))
+        accelerator.load_state(str(tmp_path))
         found = {n.removeprefix(prefix): v for n, v in model.state_dict().items()}
         assert gap(found, saved) <= 1e-5
         accelerator.backward(model(inputs(rank, 1)).pow(2).sum())
-        if strategy == "sharded_ddp" or world == 1:
+        if strategy == "sharded_ddp" or world_size == 1:
             optimizer.step()
         else:  # the file has rank 0's shards only
             with pytest.raises(ConfigurationError, match="rank 1 has loaded optimizer state of rank 0"):
@@ -342,13 +324,8 @@ def _accelerate(rank: int, world: int, strategy: str, port: int, folder: Path) -
         _accelerator()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_accelerate(world: int, strategy: str, tmp_path: Path) -> None:
-    rank_pool(world).run(_accelerate, world, strategy, free_port(), tmp_path)
-
-
-def _mixed_precision(rank: int, port: int) -> None:
+@on_ranks(2)
+def test_accelerate_with_mixed_precision(rank: int, port: int) -> None:
     """Accelerate's own has to be put into forward, which prepare_model does."""
     with Environment(rank, port):
         accelerator = _accelerator(mixed_precision="bf16")
@@ -362,7 +339,3 @@ def _mixed_precision(rank: int, port: int) -> None:
         assert expected.dtype == torch.bfloat16
         assert torch.equal(mine, expected.float())
         _accelerator()
-
-
-def test_accelerate_with_mixed_precision() -> None:
-    rank_pool(2).run(_mixed_precision, free_port())

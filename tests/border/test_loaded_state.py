@@ -17,17 +17,11 @@ from torch import nn
 
 from shardkit import FSDP, OSS, ShardedGradScaler, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, RankMismatchError
-from tests.border.strategies import STRATEGIES, batch, run, twins
-from tests.pools import rank_pool
+from tests.beside import reread
+from tests.border.strategies import STRATEGIES, batch, twins
+from tests.pools import on_ranks, rank_pool
 
 SHARDS = [s for s in STRATEGIES if s != "sharded_ddp"]
-
-
-def _read_again(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def _everybodys(state: Any, world_size: int) -> list[Any]:
@@ -40,7 +34,9 @@ def _parameters(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def _shards(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", SHARDS)
+@on_ranks(2)
+def test_state_of_other_shards(rank: int, world_size: int, strategy: str) -> None:
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01)
     t.backward()
@@ -50,7 +46,7 @@ def _shards(rank: int, world_size: int, strategy: str) -> None:
     t.zero_grad()
     t.backward(2)
     t.step()
-    own = _read_again(t.optimizer.state_dict())
+    own = reread(t.optimizer.state_dict())
     everybody = _everybodys(own, world_size)
     larger, cut = copy.deepcopy(own), copy.deepcopy(own)
     for k in larger["param_groups"]:
@@ -92,12 +88,8 @@ def _shards(rank: int, world_size: int, strategy: str) -> None:
         assert "shardkit_shards" not in found
 
 
-@pytest.mark.parametrize("strategy", SHARDS)
-def test_state_of_other_shards(strategy: str) -> None:
-    run((2, "gloo"), _shards, strategy)
-
-
-def _dtensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_other_ranks_dtensors(rank: int, world_size: int) -> None:
     """Rows of the same number on all ranks would be taken as they are; of others, one rank would fail alone."""
     for width in (8, 7):
         model = fully_shard(torch.nn.Linear(5, width), dtensors=True)
@@ -122,11 +114,8 @@ def _dtensors(rank: int, world_size: int) -> None:
             optimizer.step()
 
 
-def test_state_of_other_ranks_dtensors() -> None:
-    run((2, "gloo"), _dtensors)
-
-
-def _oss(rank: int, world_size: int) -> None:
+@on_ranks(2, 3, (2, "simulated"))
+def test_ranks_of_an_oss_load_the_same(rank: int, world_size: int) -> None:
     t = twins(rank, world_size, "sharded_ddp", torch.optim.SGD, lr=0.1, momentum=0.9)
     assert isinstance(t.optimizer, OSS)
     states = []
@@ -155,11 +144,6 @@ def _oss(rank: int, world_size: int) -> None:
     t.backward(2)
     t.step()
     t.assert_equal()
-
-
-@pytest.mark.parametrize("world", [(2, "gloo"), (3, "gloo"), (2, "simulated")], ids=str)
-def test_ranks_of_an_oss_load_the_same(world: tuple[int, str]) -> None:
-    run(world, _oss)
 
 
 def test_state_of_a_scaler() -> None:

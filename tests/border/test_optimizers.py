@@ -8,24 +8,29 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP
+from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optimizers.elementwise import Verdict, judge
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,
     WORLDS,
+    Twins,
+    batch,
     heard,
     loss_of,
     make_model,
+    needs_xla,
     run,
     twins,
     wrapped,
 )
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 BY_FSDP = [s for s in STRATEGIES if s != "sharded_ddp"]
 
@@ -171,7 +176,8 @@ def test_it_is_right_over_whole_parameters(kind: Any) -> None:
     run((1, "gloo"), _whole, "unflattened", kind)
 
 
-def _together(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, (2, "simulated"))
+def test_what_looks_at_all_parameters_is_refused_by_owners(rank: int, world_size: int) -> None:
     state = torch.get_rng_state()
     if world_size > 1:
         with pytest.raises(
@@ -188,25 +194,16 @@ def _together(rank: int, world_size: int) -> None:
     assert torch.equal(mine, torch.rand(2))  # trying draws nothing
 
 
-@pytest.mark.parametrize("world", [(1, "gloo"), (2, "gloo"), (2, "simulated")], ids=str)
-def test_what_looks_at_all_parameters_is_refused_by_owners(world: tuple[int, str]) -> None:
-    run(world, _together)
-
-
-def _warned(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_tried_is_warned_of_once(rank: int, world_size: int) -> None:
     with heard() as messages:
         model = wrapped("fsdp", make_model())
         optimizer = NeedsMore(model.parameters(), model)
         for _ in range(2):
             loss_of(model, rank).backward()
             optimizer.step()
-    return messages
-
-
-def test_what_cannot_be_tried_is_warned_of_once() -> None:
-    for messages in run((2, "gloo"), _warned):
-        assert [m for m in messages if "declare_elementwise(NeedsMore)" in m] == messages
-        assert len(messages) == 1
+    assert [m for m in messages if "declare_elementwise(NeedsMore)" in m] == messages
+    assert len(messages) == 1
 
 
 def test_declared_classes_are_not_tried() -> None:
@@ -216,7 +213,12 @@ def test_declared_classes_are_not_tried() -> None:
 
 
 # ------------------------------------------------------------------ made when
-def _made_before(rank: int, world_size: int, strategy: str, stepped_before: bool) -> None:
+@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("stepped_before", [False, True])
+@on_ranks(*WORLDS)
+def test_an_optimizer_made_before_wrapping(
+    rank: int, world_size: int, strategy: str, stepped_before: bool
+) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if stepped_before:
@@ -228,16 +230,8 @@ def _made_before(rank: int, world_size: int, strategy: str, stepped_before: bool
         optimizer.step()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("strategy", BY_FSDP)
-@pytest.mark.parametrize("stepped_before", [False, True])
-def test_an_optimizer_made_before_wrapping(
-    world: tuple[int, str], strategy: str, stepped_before: bool
-) -> None:
-    run(world, _made_before, strategy, stepped_before)
-
-
-def _made_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_made_before_the_root_is_wrapped(rank: int, world_size: int) -> None:
     """Units are wrapped, then the optimizer is made, then the root is wrapped: the root's own parameters are lost."""
     model = make_model()
     model[2] = FSDP(model[2])
@@ -248,11 +242,8 @@ def _made_between(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_an_optimizer_made_before_the_root_is_wrapped() -> None:
-    run((2, "gloo"), _made_between)
-
-
-def _oss_over_shards(rank: int, world_size: int) -> None:
+@on_ranks(*GLOO)
+def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
     model = wrapped("units", make_model())
     with pytest.raises(ConfigurationError, match=r"shards.*AdamW\(model.parameters"):
         OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
@@ -264,13 +255,13 @@ def _oss_over_shards(rank: int, world_size: int) -> None:
         ShardedDDP(model, oss)
 
 
-@pytest.mark.parametrize("world", GLOO, ids=str)
-def test_sharding_twice_is_refused(world: tuple[int, str]) -> None:
-    run(world, _oss_over_shards)
-
-
 # ------------------------------------------------------------------ groups
-def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
+@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize(
+    "how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later", "no decay yet"]
+)
+@on_ranks(2)
+def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy: str, how: str) -> None:
     with heard() as messages:
         model = wrapped(strategy, make_model())
         params = list(model.parameters())
@@ -290,18 +281,9 @@ def _groups(rank: int, world_size: int, strategy: str, how: str) -> list[str]:
         for _ in range(2):
             loss_of(model, rank).backward()
             optimizer.step()
-    return messages
-
-
-@pytest.mark.parametrize("strategy", BY_FSDP)
-@pytest.mark.parametrize(
-    "how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later", "no decay yet"]
-)
-def test_groups_by_dimension_are_warned_of(strategy: str, how: str) -> None:
-    for messages in run((2, "gloo"), _groups, strategy, how):
-        # listed in place, rows have their parameter's dimensions
-        is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
-        assert ["p.ndim" in m for m in messages] == [True] * is_wrong
+    # listed in place, rows have their parameter's dimensions
+    is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
+    assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 
 def _adamw_by_dimension(params: Any, **options: Any) -> Optimizer:
@@ -312,7 +294,9 @@ def _adamw_by_dimension(params: Any, **options: Any) -> Optimizer:
     return torch.optim.AdamW(groups, **options)
 
 
-def _decayed(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_groups_by_dimension_in_place(rank: int, world_size: int) -> None:
+    """Rows are listed with the dimensions of their parameters, so that the groups are those of one process."""
     both = twins(rank, world_size, "in_place", _adamw_by_dimension, lr=0.1)
     for step in range(3):
         both.zero_grad()
@@ -321,26 +305,134 @@ def _decayed(rank: int, world_size: int) -> None:
     both.assert_equal(1e-5)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-def test_groups_by_dimension_in_place(world: tuple[int, str]) -> None:
-    """Rows are listed with the dimensions of their parameters, so that the groups are those of one process."""
-    run(world, _decayed)
-
-
-def test_muon_is_told_of_whole_parameters() -> None:
+@on_ranks((2, "simulated"))
+def test_muon_is_told_of_whole_parameters(rank: int) -> None:
     """torch's looks at shapes when it is made."""
-
-    def made(rank: int) -> None:
-        for strategy in BY_FSDP:
-            model = wrapped(strategy, make_model())
-            with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
-                torch.optim.Muon(model.parameters())
-        muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])  # rows, in place
-        loss_of(model, rank).backward()
+    for strategy in BY_FSDP:
+        model = wrapped(strategy, make_model())
         with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
-            muon.step()
-        with pytest.raises(ValueError, match="only supports 2D"):
-            torch.optim.Muon(nn.Linear(2, 2).parameters())
-        torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters())
+            torch.optim.Muon(model.parameters())
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])  # rows, in place
+    loss_of(model, rank).backward()
+    with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
+        muon.step()
+    with pytest.raises(ValueError, match="only supports 2D"):
+        torch.optim.Muon(nn.Linear(2, 2).parameters())
+    torch.optim.Muon(nn.Linear(2, 2, bias=False).parameters())
 
-    rank_pool(2, "simulated").run(made)
+
+# ------------ ``optimizer.step(closure)``: gradients come within the step, and not every parameter gets one.
+class Branches(nn.Sequential):
+    """Which branches run is asked of a list; what lies in between has no gradient then."""
+
+    def forward(self, x: torch.Tensor, branches: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        y = x
+        for k in branches:
+            y = torch.tanh(self[k](y))
+        return y
+
+
+def make_branches() -> Branches:
+    torch.manual_seed(11)
+    return Branches(nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 5))
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice in a step, with an update after each (as sharpness-aware optimizers do)."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+        return loss
+
+
+def _closure(t: Twins, which: Any) -> tuple[Any, Any]:
+    """Closures for both; ``which(step)`` says which branches run in which evaluation."""
+    counts = [0, 0]
+
+    def sharded() -> torch.Tensor:
+        t.optimizer.zero_grad()
+        loss = mse_loss(t.model(batch(t.rank, counts[0]), which(counts[0])), torch.ones(6, 5))
+        counts[0] += 1
+        loss.backward()
+        return loss
+
+    def plain() -> torch.Tensor:
+        t.plain_optimizer.zero_grad()
+        ranks = range(t.world_size)
+        losses = [mse_loss(t.plain(batch(r, counts[1]), which(counts[1])), torch.ones(6, 5)) for r in ranks]
+        counts[1] += 1
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss
+
+    return sharded, plain
+
+
+def _alternating(step: int) -> tuple[int, ...]:
+    return ((0, 2), (0, 1, 2), (1,), (0, 2))[step % 4]
+
+
+def _step(
+    rank: int, world_size: int, strategy: str, kind: Any, options: dict[str, Any], by_keyword: bool
+) -> None:
+    t = twins(rank, world_size, strategy, kind, make=make_branches, **options)
+    sharded, plain = _closure(t, _alternating)
+    for _ in range(4):
+        if by_keyword:
+            t.optimizer.step(closure=sharded)
+            t.plain_optimizer.step(closure=plain)
+        else:
+            t.optimizer.step(sharded)
+            t.plain_optimizer.step(plain)
+        t.assert_equal()
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_members_without_gradients_stay_as_they_are(
+    world: tuple[int, str], strategy: str, by_keyword: bool
+) -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    run(world, _step, strategy, torch.optim.SGD, options, by_keyword)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_closure_that_is_evaluated_twice(strategy: str) -> None:
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    run((2, "gloo"), _step, strategy, Twice, options, False)
+
+
+@pytest.mark.xla
+@needs_xla
+@pytest.mark.parametrize("by_owners", [True, False])
+@on_ranks((2, "xla"))
+def test_closures_on_xla(rank: int, world_size: int, by_owners: bool) -> None:
+    """Where all ranks run one program, OSS steps over flat segments, and FSDP gathers as data say."""
+    backend = get_backend("xla")
+    device = backend.device()
+    plain, model = make_branches(), make_branches().to(device)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    wrapped: nn.Module = model if by_owners else FSDP(model)
+    if by_owners:
+        optimizer: Any = OSS(model.parameters(), torch.optim.SGD, **options)
+    else:
+        optimizer = torch.optim.SGD(wrapped.parameters(), **options)
+    truth = torch.optim.SGD(plain.parameters(), **options)
+    for step in range(4):
+        for m, o, where in ((wrapped, optimizer, device), (plain, truth, "cpu")):
+
+            def closure(m: nn.Module = m, o: Any = o, where: Any = where, step: int = step) -> Any:
+                o.zero_grad()
+                x = batch(0, step).to(where)
+                loss = mse_loss(m(x, _alternating(step)), torch.ones(6, 5, device=where))
+                loss.backward()
+                return loss
+
+            o.step(closure)
+        backend.mark_step()
+    for name, value in wrapped.state_dict().items():
+        torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-5, atol=1e-6)

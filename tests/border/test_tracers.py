@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 X = torch.ones(2, 6)
 
@@ -74,7 +74,8 @@ REFUSED: dict[str, tuple[Callable[[FSDP], Any], str]] = {
 }  # fmt: skip
 
 
-def _tries(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_tracers(rank: int, world_size: int) -> None:
     """Refused on each rank, and the model trains as ever afterwards."""
     for name, (attempt, words) in REFUSED.items():
         model, plain = _units(), _net()
@@ -91,12 +92,8 @@ def _tries(rank: int, world: int) -> None:
         torch.testing.assert_close(model(X), plain(X), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_tracers(world: int) -> None:
-    rank_pool(world).run(_tries, world)
-
-
-def _transforms(rank: int, world: int) -> None:
+@on_ranks(1, 2)
+def test_transforms(rank: int, world_size: int) -> None:
     """vmap, and gradients of inputs, are right; transforms that differentiate are refused where ranks share."""
     model, plain = _units(), _net()
     torch.testing.assert_close(torch.func.vmap(model)(X), torch.func.vmap(plain)(X), rtol=0, atol=1e-6)
@@ -104,7 +101,7 @@ def _transforms(rank: int, world: int) -> None:
     mine, truth = (torch.autograd.grad(m(x).sum(), x)[0] for m in (model, plain))
     torch.testing.assert_close(mine, truth, rtol=0, atol=1e-6)
     for transform in (torch.func.jacrev, lambda m: torch.func.grad(lambda v: m(v).sum())):
-        if world > 1:
+        if world_size > 1:
             with pytest.raises(LifecycleError, match=r"torch\.func\.grad .* Use torch\.autograd\.grad"):
                 transform(model)(X)
         else:
@@ -114,12 +111,8 @@ def _transforms(rank: int, world: int) -> None:
     torch.testing.assert_close(mine, plain[2].bias.detach()[None], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_transforms(world: int) -> None:
-    rank_pool(world).run(_transforms, world)
-
-
-def _sharded_ddp(rank: int) -> None:
+@on_ranks(2)
+def test_compiled_autograd_of_sharded_ddp(rank: int) -> None:
     inner = _net()
     optimizer = OSS(inner.parameters(), torch.optim.SGD, lr=0.1)
     model: Any = ShardedDDP(inner, optimizer)
@@ -129,10 +122,6 @@ def _sharded_ddp(rank: int) -> None:
         optimizer.zero_grad()
     model(X).sum().backward()
     optimizer.step()
-
-
-def test_compiled_autograd_of_sharded_ddp() -> None:
-    rank_pool(2).run(_sharded_ddp)
 
 
 class _Net(nn.Module):
@@ -161,7 +150,12 @@ def _wrapped(door: str) -> tuple[Any, Any]:
     return model, adam(model.parameters(), lr=0.1)
 
 
-def _compiled_step(rank: int, door: str, clips: bool) -> None:
+@pytest.mark.parametrize(
+    ("door", "clips"),
+    [(door, False) for door in ("ShardedDDP", "FSDP", "fully_shard", "dtensors")] + [("ShardedDDP", True)],
+)
+@on_ranks(2)
+def test_a_whole_step_is_compiled_around_collectives(rank: int, door: str, clips: bool) -> None:
     """The numbers of one process; the model and the update are compiled, and nothing that communicates."""
     torch._dynamo.reset()
     graphs: list[str] = []
@@ -200,16 +194,8 @@ def _compiled_step(rank: int, door: str, clips: bool) -> None:
     assert package not in "".join(graphs)
 
 
-@pytest.mark.parametrize("door", ["ShardedDDP", "FSDP", "fully_shard", "dtensors"])
-def test_a_whole_step_is_compiled_around_collectives(door: str) -> None:
-    rank_pool(2, "gloo").run(_compiled_step, door, False)
-
-
-def test_a_step_with_clipping_is_compiled_around_collectives() -> None:
-    rank_pool(2, "gloo").run(_compiled_step, "ShardedDDP", True)
-
-
-def _swapped(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_are_not_swapped(rank: int) -> None:
     model = _units()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -220,5 +206,81 @@ def _swapped(rank: int) -> None:
     assert model.to(torch.float64)(X.double()).dtype == torch.float64
 
 
-def test_parameters_are_not_swapped() -> None:
-    rank_pool(2).run(_swapped)
+# ------------ What torch can do with a plain module and not with a wrapped one: refused by name, on all ranks.
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def nested() -> FSDP:
+    model = plain()
+    model[0] = FSDP(model[0])
+    return FSDP(model)
+
+
+def inputs(rank: int = 0) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+
+
+# ------------------------------------------------------------ hooks
+def _halve(p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+@on_ranks(1, 2)
+def test_hooks_on_wrapped_parameters(rank: int, world_size: int) -> None:
+    """They are refused where no gradient would be; on shards they run."""
+    truth, model = plain(), nested()
+    for p in (model.module[2].weight, model.module[0].module.bias):  # type: ignore[index]
+        with pytest.raises(ConfigurationError, match=r"shards that the FSDP module's parameters\(\) lists"):
+            p.register_post_accumulate_grad_hook(_halve)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_halve)
+    model(inputs(rank)).sum().backward()
+    sum(truth(inputs(r)).sum() / (2 * world_size) for r in range(world_size)).backward()  # type: ignore[union-attr]
+    norm = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm()
+    torch.testing.assert_close(model.clip_grad_norm_(1e9), norm)
+
+    inner = plain()
+    kept = inner[0].weight.register_post_accumulate_grad_hook(
+        _halve
+    )  # the first one, on this rank's gradient
+    wrapped: ShardedDDP | None = ShardedDDP(inner, OSS(inner.parameters(), torch.optim.SGD, lr=0.1))
+    if world_size > 1:
+        with pytest.raises(ConfigurationError, match="between backward and step"):
+            inner[2].weight.register_post_accumulate_grad_hook(_halve)
+    assert wrapped is not None
+    wrapped(inputs(rank)).sum().backward()
+    kept.remove()
+    del wrapped
+    inner[2].weight.register_post_accumulate_grad_hook(_halve)  # a plain module again
+    inner.zero_grad()
+    truth.zero_grad()
+    inner(inputs()).sum().backward()
+    truth(inputs()).sum().backward()
+    for p, q, factor in zip(inner.parameters(), truth.parameters(), (1, 1, 2, 1), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        torch.testing.assert_close(p.grad * factor, q.grad)
+
+
+# ------------------------------------------------------------ lazy modules
+class _Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready, self.norm = nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)
+
+
+@on_ranks(2)
+def test_lazy_modules(rank: int) -> None:
+    arguments: Any = ([*nn.LazyLinear(3).parameters()], torch.optim.SGD)
+    with pytest.raises(ConfigurationError, match=r"OSS was given parameter 0 of group 0.*one forward"):
+        OSS(*arguments, lr=0.1)
+    optimizer = OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"OSS was given parameter 0 of group 1.*one forward"):
+        optimizer.add_param_group({"params": arguments[0]})
+    model = _Partly()
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"ShardedDDP was given norm.running_mean.*one forward"):
+        ShardedDDP(model, optimizer)

@@ -13,9 +13,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP
+from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, ShardkitError
-from tests.pools import rank_pool
+from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
+from tests.beside import train_beside
+from tests.border.strategies import needs_xla
+from tests.pools import on_ranks
 
 
 def plain() -> nn.Sequential:
@@ -114,30 +118,23 @@ def _refused(rank: int, cases: dict[str, Callable[[], Any]], error: type[Excepti
     return seen
 
 
-def _nested(rank: int) -> dict[str, str]:
-    return _refused(rank, NESTED, ShardkitError)
+@on_ranks(1, 2, 3)
+def test_wrappers_refuse_each_other(rank: int) -> None:
+    seen = _refused(rank, NESTED, ShardkitError)
+    assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
+    for name in ("DDP of FSDP", "DDP of a part", "DDP of ShardedDDP"):
+        assert "DistributedDataParallel can't wrap" in seen[name], seen[name]
+        assert "prepare_model(model, evaluation_mode=True)" in seen[name], seen[name]
+    assert "its part '2' is a torch.nn.parallel.DistributedDataParallel" in seen["FSDP of a DDP part"]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_wrappers_refuse_each_other(world: int) -> None:
-    for seen in rank_pool(world).run(_nested):
-        assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
-        for name in ("DDP of FSDP", "DDP of a part", "DDP of ShardedDDP"):
-            assert "DistributedDataParallel can't wrap" in seen[name], seen[name]
-            assert "prepare_model(model, evaluation_mode=True)" in seen[name], seen[name]
-        assert "its part '2' is a torch.nn.parallel.DistributedDataParallel" in seen["FSDP of a DDP part"]
-
-
-def _shards_stay(rank: int) -> float:
+@on_ranks(2)
+def test_a_refused_wrapper_leaves_the_shards_alone(rank: int) -> None:
     model = units()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ConfigurationError):
         DistributedDataParallel(model)
-    return max(float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_refused_wrapper_leaves_the_shards_alone() -> None:
-    assert rank_pool(2).run(_shards_stay) == [0.0, 0.0]
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -145,7 +142,8 @@ def inputs(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _beside_ddp(rank: int) -> float:
+@on_ranks(2, 3)
+def test_ddp_that_ignores_the_shards_takes_the_rest(rank: int) -> None:
     """DDP averages the first layer, FSDP the last: names that DDP is told to ignore are nobody else's business."""
     world = dist.get_world_size()
     model, truth = part_sharded(), plain()
@@ -153,21 +151,7 @@ def _beside_ddp(rank: int) -> float:
     names = [n for path, m in last.named_modules(prefix="2") for n, _ in m.named_parameters(path, False)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     wrapped = DistributedDataParallel(model)
-    mine, plains = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, truth))
-    for step in range(3):
-        mine.zero_grad()
-        plains.zero_grad()
-        wrapped(inputs(rank, step)).pow(2).sum().backward()
-        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(world)]).mean().backward()
-        mine.step()
-        plains.step()
-    state = model.state_dict()
-    return max(float((state[n] - v).abs().max()) for n, v in truth.state_dict().items())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ddp_that_ignores_the_shards_takes_the_rest(world: int) -> None:
-    assert max(rank_pool(world).run(_beside_ddp)) <= 1e-6
+    train_beside(rank, world, wrapped, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum())
 
 
 def _last(model: FSDP) -> Any:
@@ -201,21 +185,18 @@ CHANGES: dict[str, Callable[[FSDP], Any]] = {
 }
 
 
-def _changed(rank: int, flatten: bool) -> dict[str, str]:
-    cases = {name: (lambda c=change: c(units(flatten=flatten))) for name, change in CHANGES.items()}
-    return _refused(rank, cases, ConfigurationError)
-
-
 @pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_parameters_put_into_a_wrapped_module(world: int, flatten: bool) -> None:
-    for seen in rank_pool(world).run(_changed, flatten):
-        assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
-        assert "'extra' is put into a Sequential" in seen["parameter"]
+@on_ranks(1, 2)
+def test_parameters_put_into_a_wrapped_module(rank: int, flatten: bool) -> None:
+    cases = {name: (lambda c=change: c(units(flatten=flatten))) for name, change in CHANGES.items()}
+    seen = _refused(rank, cases, ConfigurationError)
+    assert {n: s for n, s in seen.items() if not s.startswith("refused: ")} == {}
+    assert "'extra' is put into a Sequential" in seen["parameter"]
 
 
-def _allowed(rank: int) -> float:
+@on_ranks(2)
+def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     """Modules without parameters, other values inside of summon, a unit of its own."""
     model, truth = units(), plain()
     model.module[1] = truth[1] = nn.ReLU()
@@ -227,20 +208,7 @@ def _allowed(rank: int) -> float:
     truth.append(nn.Linear(5, 3))
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
-    mine, plains = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, truth))
-    for step in range(2):
-        mine.zero_grad()
-        plains.zero_grad()
-        model(inputs(rank, step)).pow(2).sum().backward()
-        torch.stack([truth(inputs(r, step)).pow(2).sum() for r in range(2)]).mean().backward()
-        mine.step()
-        plains.step()
-    state = model.state_dict()
-    return max(float((state[n] - v).abs().max()) for n, v in truth.state_dict().items())
-
-
-def test_what_may_be_put_into_a_wrapped_module() -> None:
-    assert max(rank_pool(2).run(_allowed)) <= 1e-6
+    train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
 
 
 class Named(nn.Module):
@@ -255,7 +223,8 @@ class Named(nn.Module):
         return outputs
 
 
-def _signatures(rank: int) -> None:
+@on_ranks(2)
+def test_forward_has_the_signature_of_the_wrapped_module(rank: int) -> None:
     truth = inspect.signature(Named().forward)
     model = Named()
     wrappers: list[Any] = [ShardedDDP(model, OSS(model.parameters(), lr=0.1)), FSDP(Named())]
@@ -272,5 +241,37 @@ def _signatures(rank: int) -> None:
         assert wrapper(x) == "mine"
 
 
-def test_forward_has_the_signature_of_the_wrapped_module() -> None:
-    rank_pool(2).run(_signatures)
+# ------------ Options that would have no effect are refused, not accepted silently.
+@on_ranks(2)
+def test_options_that_are_the_other_wrappers(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigurationError, match="bucket_numel=100 is for ShardedDDP"):
+        FSDP(model, reduce=ReducePolicy(bucket_numel=100))
+    oss = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"predivide=2.0 is for FSDP"):
+        ShardedDDP(model, oss, reduce=ReducePolicy(predivide=2.0))
+    # what fairscale takes is taken, and on the host gradients are where they are asked to be
+    ShardedDataParallel(model, oss, reduce_buffer_size=100)
+    FullyShardedDataParallel(nn.Linear(3, 2), bucket_cap_mb=1, move_grads_to_cpu=True)
+    FSDP(nn.Linear(3, 2), offload=OffloadPolicy(gradients=True))
+
+
+@pytest.mark.xla
+@needs_xla
+@on_ranks((2, "xla"))
+def test_gradients_cannot_be_elsewhere_than_their_parameters(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 2).to(get_backend("xla").device())
+    with pytest.raises(ConfigurationError, match="the shards are on xla"):
+        FSDP(model, offload=OffloadPolicy(gradients=True))
+    for options in (
+        {"precision": PrecisionPolicy(compression=Compression())},
+        {"reduce": ReducePolicy(compression=Compression())},
+    ):
+        with pytest.raises(ConfigurationError, match="on xla all ranks run one compiled program"):
+            FSDP(model, **options)
+    with pytest.raises(ConfigurationError, match="on xla all ranks run one compiled program"):
+        ShardedDDP(
+            model,
+            OSS(model.parameters(), torch.optim.SGD, lr=0.1),
+            reduce=ReducePolicy(compression=Compression()),
+        )

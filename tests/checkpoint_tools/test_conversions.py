@@ -17,7 +17,7 @@ from shardkit import load
 from shardkit.checkpoint.tools import Conversion, compare, convert, open_checkpoint
 from shardkit.errors import ConfigurationError, UntrustedFileError
 from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 SOURCES = ("shardkit", "dcp", "torch", "legacy", "bare", "fairscale", "xla", "hf")
 TARGETS = {"dcp": None, "torch": None, "fairscale": None, "fairscale of ranks": 2, "xla": 3, "hf": None}
@@ -187,7 +187,8 @@ def test_tensors_that_had_to_be_read(tmp_path: Path) -> None:
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
-def _spread(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_fsdp2_on_two_ranks(rank: int, tmp_path: Path) -> None:
     """FSDP2 writes rows on two ranks, and reads what was converted."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -203,23 +204,19 @@ def _spread(rank: int, folder: str) -> None:
             p.grad.zero_()  # type: ignore[union-attr]
     optimizer.step()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=f"{folder}/fsdp2")
+    dcp.save(state, checkpoint_id=f"{tmp_path}/fsdp2")
     if rank == 0:
-        convert(f"{folder}/fsdp2", f"{folder}/torch", Conversion("torch"))
-        assert_same(torch.load(f"{folder}/torch")["model"], plain)
-        convert(f"{folder}/torch", f"{folder}/back", Conversion("dcp"))
+        convert(f"{tmp_path}/fsdp2", f"{tmp_path}/torch", Conversion("torch"))
+        assert_same(torch.load(f"{tmp_path}/torch")["model"], plain)
+        convert(f"{tmp_path}/torch", f"{tmp_path}/back", Conversion("dcp"))
     torch.distributed.barrier()
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(9)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=f"{folder}/back")
+    dcp.load(state, checkpoint_id=f"{tmp_path}/back")
     model.load_state_dict(state["model"])
     assert_same({k: v.full_tensor() for k, v in model.state_dict().items()}, plain)
-
-
-def test_fsdp2_on_two_ranks(tmp_path: Path) -> None:
-    rank_pool(2).run(_spread, str(tmp_path))
 
 
 def _flat(rank: int, folder: str) -> Any:

@@ -17,7 +17,7 @@ import shardkit
 from shardkit.backend import get_backend
 from shardkit.checks import all_gather_facts, all_gather_facts_or_objects, decode, encode
 from shardkit.errors import BackendError, ConfigurationError, RankMismatchError
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 FACTS: list[Any] = [
     None, True, False, 0, -(2**80), 1.5, math.inf, 0.1 + 0.2, "", "é\ud800\0", b"", b"\xff\x00", (), [], {},
@@ -66,7 +66,8 @@ def test_what_is_sent_instead_is_refused() -> None:
             decode(data)
 
 
-def exchanged(rank: int, backend: str) -> None:
+@on_ranks(*[(ranks, backend) for ranks in (2, 3) for backend in ("gloo", "simulated")])
+def test_ranks_exchange_facts_without_pickles(rank: int, backend: str) -> None:
     group = get_backend(backend).group()
     world = group.world_size
 
@@ -93,17 +94,8 @@ def exchanged(rank: int, backend: str) -> None:
     assert all_gather_facts_or_objects(group, mine) == [{"a": {1} if r == 0 else r} for r in range(world)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", ["gloo", "simulated"])
-def test_ranks_exchange_facts_without_pickles(world_size: int, backend: str) -> None:
-    rank_pool(world_size, backend).run(exchanged, backend)
-
-
-def test_a_pickle_that_a_rank_sends_is_not_run() -> None:
-    rank_pool(2).run(_forged)
-
-
-def _forged(rank: int) -> None:
+@on_ranks(2)
+def test_a_pickle_that_a_rank_sends_is_not_run(rank: int) -> None:
     group = get_backend("gloo").group()
     if rank == 0:
         group.all_gather_bytes(pickle.dumps(Calls()), label="check of facts")

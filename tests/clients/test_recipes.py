@@ -15,7 +15,7 @@ from shardkit.errors import LifecycleError
 from shardkit.experimental.tooling.layer_memory_tracker import ProcessGroupTracker
 from shardkit.nn.data_parallel import FullyShardedDataParallel as FSDP
 from shardkit.nn.wrap import enable_wrap, wrap
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 class ProteinModel(nn.Module):
@@ -91,8 +91,9 @@ class Trunk(nn.Module):
         return self.layer(x)
 
 
-def _assembled_later(rank: int, world_size: int) -> None:
-    """A trunk trains alone, then with a head around both; its group is a tracker that is read back."""
+@on_ranks(2)
+def test_a_trunk_that_is_assembled_later(rank: int, world_size: int) -> None:
+    """VISSL's and AllenNLP's: units made one after the other, `_reset_lazy_init`, a group that tracks."""
     torch.manual_seed(0)
     trunk, head = Trunk(), nn.Linear(4, 2)
     plain_trunk, plain_head = copy.deepcopy(trunk), copy.deepcopy(head)
@@ -126,13 +127,9 @@ def _assembled_later(rank: int, world_size: int) -> None:
             torch.testing.assert_close(mine, want)
 
 
-def test_a_trunk_that_is_assembled_later() -> None:
-    """VISSL's and AllenNLP's: units made one after the other, `_reset_lazy_init`, a group that tracks."""
-    rank_pool(2).run(_assembled_later, 2)
-
-
-def _momentum_encoder(rank: int, world_size: int) -> None:
-    """A copy follows the trained one, each rank averaging its own shards; both have the group that was passed."""
+@on_ranks(2)
+def test_a_momentum_encoder(rank: int, world_size: int) -> None:
+    """MoCo's and BYOL's in VISSL: a copy averages the rank's own shards, and has the group that was passed."""
     values = torch.randn(3, world_size, 4, 4, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -159,8 +156,3 @@ def _momentum_encoder(rank: int, world_size: int) -> None:
         assert copy.deepcopy(online).process_group is group
         pickled = pickle.loads(pickle.dumps(online))
         torch.testing.assert_close(pickled(values[0, rank]), online(values[0, rank]))
-
-
-def test_a_momentum_encoder() -> None:
-    """MoCo's and BYOL's in VISSL: a deep copy of units to which a process group was passed."""
-    rank_pool(2).run(_momentum_encoder, 2)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from shardkit.torch_fsdp2 import fully_shard
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 WORDS, WIDTH, MICRO = 11, 8, 3
 
@@ -165,7 +165,9 @@ def _loss(actor: nn.Module, batch: list[tuple[torch.Tensor, float]]) -> tuple[to
     return -(chosen * mask[:-1]).sum() / tokens, tokens
 
 
-def _trained_on_packed(rank: int, once: bool) -> None:
+@pytest.mark.parametrize("once", [False, True])
+@on_ranks(2)
+def test_packed_sequences_beside_one_process(rank: int, once: bool) -> None:
     torch.manual_seed(7)
     plain, actor = Policy().double(), Policy().double()
     actor.load_state_dict(plain.state_dict())
@@ -189,8 +191,3 @@ def _trained_on_packed(rank: int, once: bool) -> None:
     torch.testing.assert_close(
         get_model_state_dict(actor, options=options), dict(plain.state_dict()), rtol=1e-10, atol=1e-12
     )
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_packed_sequences_beside_one_process(once: bool) -> None:
-    rank_pool(2).run(_trained_on_packed, once)

@@ -26,7 +26,7 @@ from tests.clients import (
 SEQUENCE = sequence_trainer.Config(use_sharded_state=True)
 SEQUENCE_STEPS = 3
 ZERO = [
-    zero_trainer.Arguments(frozenset({"simple"}), accelerated=True),
+    zero_trainer.Arguments(frozenset({"simple"}), accumulation=2),
     zero_trainer.Arguments(frozenset({"zero_dp_3", "auto_wrap"})),
 ]
 IMAGES = image_task.Options(clip_grad_norm=0.5)

@@ -2,8 +2,7 @@
 
 Written from its documentation, with swapped imports. ``sharded`` is a set of words: "simple" (OSS and
 ShardedDataParallel), "zero_dp_2" or "zero_dp_3" (FullyShardedDataParallel, which gives memory back after forward or
-not), with "offload" and "auto_wrap". In that of transformers 4.30 where it is "accelerated": then its loop leaves
-accumulation, backward, clipping and the prepared optimizer's steps to an accelerator.
+not), with "offload" and "auto_wrap".
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from shardkit.nn.data_parallel import ShardedDataParallel as ShardedDDP
 from shardkit.nn.wrap import auto_wrap, default_auto_wrap_policy, enable_wrap
 from shardkit.optim import OSS
 from shardkit.optim.grad_scaler import ShardedGradScaler
-from tests.clients.accelerator import Accelerator
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Arguments:
     lr: float = 0.05
     weight_decay: float = 0.1
     warmup: int = 2
-    accelerated: bool = False
 
 
 class Classifier(nn.Module):
@@ -74,9 +71,6 @@ class Trainer:
         self.create_optimizer()
         if self.is_simple:
             self.model = ShardedDDP(model, self.optimizer)
-        if args.accelerated:
-            self.accelerator = Accelerator(args.accumulation)
-            self.optimizer, self.scheduler = self.accelerator.prepare(self.optimizer, self.scheduler)
         self.scaler = None
         if args.fp16:
             self.scaler = (
@@ -136,25 +130,8 @@ class Trainer:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         return loss.item()
 
-    def accelerated_step(self, batches: list[dict[str, torch.Tensor]]) -> float:
-        """What :meth:`step` does, in 4.30's order: everything is called for each batch."""
-        total = 0.0
-        for inputs in batches:
-            with self.accelerator.accumulate(self.model):
-                self.model.train()
-                loss = self.model(**inputs)["loss"]
-                self.accelerator.backward(loss)
-                total += loss.item() / len(batches)
-                self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-        return total
-
     def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
         """A step of one or more batches; their mean loss."""
-        if self.args.accelerated:
-            return self.accelerated_step(batches)
         total = 0.0
         for number, inputs in enumerate(batches):
             is_last = number + 1 == len(batches)
@@ -195,7 +172,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         state = self.full_state()
         if self.is_simple:
-            getattr(self.optimizer, "optimizer", self.optimizer).consolidate_state_dict()
+            self.optimizer.consolidate_state_dict()
         optimizer = self.model.gather_full_optim_state_dict(self.optimizer) if self.is_fsdp else None
         if self.is_first:
             torch.save(state, folder / "model.pt")

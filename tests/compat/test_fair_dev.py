@@ -17,7 +17,7 @@ from shardkit.errors import ConfigurationError, RedirectedError
 from shardkit.fair_dev.testing import testing
 from shardkit.fair_dev.testing.golden_testing_data import adascale_test_data, corr_mean_test_data
 from shardkit.fair_dev.testing.testing_memory import find_tensor_by_shape
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 def test_objects_are_equal() -> None:
@@ -101,7 +101,8 @@ def test_redirected(name: str) -> None:
         getattr(testing, name)()
 
 
-def _compare_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_models_across_ranks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.BatchNorm1d(2)
     testing.check_same_models_across_ranks(model, None, True, True)
@@ -111,10 +112,6 @@ def _compare_models(rank: int, world_size: int) -> None:
     with pytest.raises(AssertionError, match="differ between ranks"):
         testing.check_same_models_across_ranks(model, None, True, True)
     assert testing.get_worker_map() == {r: f"Test{r}" for r in range(world_size)}
-
-
-def test_models_across_ranks() -> None:
-    rank_pool(2, "gloo").run(_compare_models, 2)
 
 
 @testing.torch_spawn([2])

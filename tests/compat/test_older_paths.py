@@ -22,7 +22,7 @@ from shardkit.nn.misc import GradBucket, ParamBucket
 from shardkit.optim import OSS
 from shardkit.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from shardkit.utils.testing import DummyProcessGroup
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 MOVED = {
     **{f"utils.{m}": f"internal.{m}" for m in
@@ -79,7 +79,8 @@ def test_ssd_offload_is_refused() -> None:
         OffloadConfig(offload_type="ssd_offload")
 
 
-def _broadcast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_broadcast_object(rank: int, world_size: int) -> None:
     from shardkit.optim.utils import broadcast_object
 
     got = broadcast_object({"x": torch.full((2,), float(rank)), "n": rank}, 1)
@@ -87,21 +88,14 @@ def _broadcast(rank: int, world_size: int) -> None:
     assert torch.equal(got["x"], torch.ones(2))
 
 
-def test_broadcast_object() -> None:
-    rank_pool(2, "gloo").run(_broadcast, 2)
-
-
-def _one_element(rank: int) -> None:
+@on_ranks(2)
+def test_a_bucket_of_one_element(rank: int) -> None:
     """A column of the bucket, whose rows are apart: its elements are no neighbours."""
     bucketer, found = ReduceScatterBucketer(bucket_cap_mb=1), []
     rows = [torch.full((1,), 10.0 * rank + r) for r in range(2)]
     bucketer.reduce_scatter_async(rows, torch.distributed.group.WORLD, found.append)
     bucketer.flush()
     assert [float(f) for f in found] == [10.0 + 2 * rank]
-
-
-def test_a_bucket_of_one_element() -> None:
-    rank_pool(2).run(_one_element)
 
 
 def test_optimizer_state_helpers() -> None:
@@ -156,7 +150,8 @@ def test_layers_that_cannot_be_scaled(name: str) -> None:
         LayerwiseGradientScaler(model, {"body.0": 2.0}, growth_factor=1.0)
 
 
-def _old_names_of_oss(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_old_names_of_oss(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     sharded = OSS(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -169,10 +164,6 @@ def _old_names_of_oss(rank: int, world_size: int) -> None:
     assert sharded.get_global_rank(None, rank) == rank
     with pytest.raises(RedirectedError, match="load_state_dict"):
         sharded.rank_local_state_dict(0, {})
-
-
-def test_old_names_of_oss() -> None:
-    rank_pool(2, "gloo").run(_old_names_of_oss, 2)
 
 
 @pytest.mark.parametrize("name", ["SsdBuffer", "SsdFlatParameter", "SsdParameter", "SsdTensorHandle"])

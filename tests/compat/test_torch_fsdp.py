@@ -47,7 +47,7 @@ from tests.compat.torch_fsdp_programs import (
     same_state,
     trained,
 )
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 SAME_AS_MODULES = ("forward", "named_buffers", "named_parameters", "unscale_", "update")
 
@@ -68,7 +68,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def _trains(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_training_is_that_of_torch_and_of_one_process(rank: int, world_size: int) -> None:
     plain, plain_optimizer = one_process(world_size)
     for options in OPTIONS:
         model, optimizer, losses = trained(FSDP, rank, **options)
@@ -90,11 +91,6 @@ def _trains(rank: int, world_size: int) -> None:
     for options in ({"cpu_offload": CPUOffload(offload_params=True)}, {"sync_module_states": True}):
         model, _, _ = trained(FSDP, rank, **options)
         same(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training_is_that_of_torch_and_of_one_process(world_size: int) -> None:
-    rank_pool(world_size).run(_trains, world_size)
 
 
 class Seen(nn.Module):
@@ -120,7 +116,8 @@ def _dtypes(kind: Any, root: MixedPrecision, inner: MixedPrecision) -> list[list
     return [model.module.dtypes, below.dtypes, [p.grad.dtype for p in model.parameters()]]
 
 
-def _casts(rank: int) -> None:
+@on_ranks(2)
+def test_casts_are_torchs(rank: int) -> None:
     precisions = [
         HALF,
         MixedPrecision(torch.bfloat16, cast_forward_inputs=True, buffer_dtype=torch.float16),
@@ -131,10 +128,6 @@ def _casts(rank: int) -> None:
     for root in precisions:
         for inner in precisions:
             assert _dtypes(FSDP, root, inner) == _dtypes(TORCHS, root, inner), (root, inner)
-
-
-def test_casts_are_torchs() -> None:
-    rank_pool(2).run(_casts)
 
 
 # ------------------------------------------------------------ which modules are units
@@ -162,17 +155,14 @@ def _units(kind: Any, **options: Any) -> dict[str, bool]:
     return {plain_name(n): m._use_orig_params for n, m in made.named_modules() if isinstance(m, kind)}
 
 
-def _same_units(rank: int) -> None:
+@on_ranks(2)
+def test_policies_choose_the_same_units(rank: int) -> None:
     for policy in POLICIES:
         for mixed in (None, HALF):
             found = [_units(kind, auto_wrap_policy=policy, mixed_precision=mixed) for kind in (FSDP, TORCHS)]
             assert found[0] == found[1], (policy, found)
     with wrap.enable_wrap(wrapper_cls=FSDP, device_id=CPU):
         assert isinstance(wrap.wrap(nn.Linear(2, 2)), FSDP)
-
-
-def test_policies_choose_the_same_units() -> None:
-    rank_pool(2).run(_same_units)
 
 
 def test_names_are_torchs() -> None:
@@ -200,7 +190,8 @@ def test_arguments_are_torchs() -> None:
 
 
 # ------------------------------------------------------------ hybrid
-def _hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_hybrid_strategies(rank: int) -> None:
     plain, plain_optimizer = one_process(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     groups = (mesh.get_group("shards"), mesh.get_group("replicas"))
@@ -226,10 +217,6 @@ def _hybrid(rank: int) -> None:
     same(model.state_dict(), plain.state_dict())
 
 
-def test_hybrid_strategies() -> None:
-    rank_pool(4).run(_hybrid)
-
-
 # ------------------------------------------------------------ what is special about a module
 class Tied(nn.Module):
     """A weight that is used twice, in two units; a frozen one; one that is nobody's."""
@@ -253,7 +240,15 @@ class Tied(nn.Module):
         nn.init.zeros_(self.offset)
 
 
-def _special(rank: int, world_size: int, use_orig_params: bool) -> None:
+def _mean(gradient: torch.Tensor) -> torch.Tensor:
+    """What a user does to parameters that FSDP ignores."""
+    dist.all_reduce(gradient)
+    return gradient / dist.get_world_size()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_ignored_frozen_and_tied(rank: int, world_size: int, use_orig_params: bool) -> None:
     plain = Tied()
     plain_optimizer = adam(plain)
     start = Tied()
@@ -325,18 +320,8 @@ def _special(rank: int, world_size: int, use_orig_params: bool) -> None:
     assert loss_of(twin, rank, 3).item() == loss_of(model, rank, 3).item()
 
 
-def _mean(gradient: torch.Tensor) -> torch.Tensor:
-    """What a user does to parameters that FSDP ignores."""
-    dist.all_reduce(gradient)
-    return gradient / dist.get_world_size()
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ignored_frozen_and_tied(use_orig_params: bool) -> None:
-    rank_pool(2).run(_special, 2, use_orig_params)
-
-
-def _meta(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_on_the_meta_device(rank: int) -> None:
     """Parameters on the meta device get values module by module, or those of rank 0."""
 
     def ones(module: nn.Module) -> None:
@@ -369,10 +354,6 @@ def _meta(rank: int) -> None:
         FSDP(nn.ParameterList([torch.empty(2, device="meta")]))
 
 
-def test_parameters_on_the_meta_device() -> None:
-    rank_pool(2).run(_meta)
-
-
 # ------------------------------------------------------------ what is refused, and what else there is
 def _refused() -> None:
     model = FSDP(net(), auto_wrap_policy=INNER)
@@ -403,7 +384,8 @@ def _refused() -> None:
             call()
 
 
-def _others(rank: int) -> None:
+@on_ranks(2)
+def test_refusals_and_what_else_there_is(rank: int) -> None:
     _refused()
     model = FSDP(net(), auto_wrap_policy=INNER)
     assert FSDP.fsdp_modules(model) == [model, model.module.inner]
@@ -425,10 +407,6 @@ def _others(rank: int) -> None:
     assert dict(model.named_parameters()).keys() == own.keys()
     with pytest.raises(LifecycleError, match="outermost"):
         model.module.inner.clip_grad_norm_(1.0)
-
-
-def test_refusals_and_what_else_there_is() -> None:
-    rank_pool(2).run(_others)
 
 
 def _on_threads(rank: int) -> None:

@@ -39,11 +39,15 @@ from tests.compat.torch_fsdp_programs import (
     train,
     trained,
 )
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 # ------------------------------------------------------------ state dicts
-def _state_dicts(rank: int, world_size: int, use_orig_params: bool, folder: str) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, 3)
+def test_state_dicts_full_and_sharded(
+    rank: int, world_size: int, use_orig_params: bool, tmp_path: Path
+) -> None:
     plain, _ = one_process(world_size)
     model = trained(FSDP, rank, use_orig_params=use_orig_params)[0]
     full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -61,7 +65,7 @@ def _state_dicts(rank: int, world_size: int, use_orig_params: bool, folder: str)
     models = {FSDP: model, TORCHS: trained(TORCHS, rank, use_orig_params=use_orig_params)[0]}
     for kind, source in models.items():
         with kind.state_dict_type(source, StateDictType.SHARDED_STATE_DICT):
-            dcp.save({"model": source.state_dict()}, checkpoint_id=f"{folder}/{kind.__module__}")
+            dcp.save({"model": source.state_dict()}, checkpoint_id=f"{tmp_path}/{kind.__module__}")
     for kind, source in ((TORCHS, FSDP), (FSDP, TORCHS), (FSDP, FSDP)):
         target = kind(Net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=use_orig_params).eval()
         with torch.no_grad():
@@ -69,15 +73,9 @@ def _state_dicts(rank: int, world_size: int, use_orig_params: bool, folder: str)
                 p.zero_()
         with kind.state_dict_type(target, StateDictType.SHARDED_STATE_DICT):
             state = {"model": target.state_dict()}
-            dcp.load(state, checkpoint_id=f"{folder}/{source.__module__}")
+            dcp.load(state, checkpoint_id=f"{tmp_path}/{source.__module__}")
             target.load_state_dict(state["model"])
         assert loss_of(target, 0, 9).item() == pytest.approx(loss_of(plain, 0, 9).item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_state_dicts_full_and_sharded(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
-    rank_pool(world_size).run(_state_dicts, world_size, use_orig_params, str(tmp_path))
 
 
 # ------------------------------------------------------------ optimizer state
@@ -200,7 +198,8 @@ def test_torchs_functions_for_state_dicts(world_size: int, use_orig_params: bool
     rank_pool(world_size).run(_by_torchs_functions, world_size, use_orig_params, str(tmp_path))
 
 
-def _rank_0_has_it(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_only_the_first_rank_has_the_state(rank: int, world_size: int) -> None:
     """Only one rank keeps and brings the state; a part of the model is no unit, and the outermost module neither."""
     plain = nn.Sequential(net(), nn.Linear(4, 4))
     model = nn.Sequential(FSDP(copy.deepcopy(plain[0])), copy.deepcopy(plain[1]))
@@ -224,10 +223,6 @@ def _rank_0_has_it(rank: int, world_size: int) -> None:
     assert [g["params"] for g in loaded["param_groups"]] == [g["params"] for g in after["param_groups"]]
     for index, values in before["state"].items():
         same(after["state"][index], values, 0.0)
-
-
-def test_only_the_first_rank_has_the_state() -> None:
-    rank_pool(2).run(_rank_0_has_it, 2)
 
 
 # ------------------------------------------------------------ what ranks have of an optimizer

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from shardkit import (
     FSDP,
@@ -21,6 +23,7 @@ from shardkit import (
     ReshardPolicy,
     ShardedDDP,
     ShardedGradScaler,
+    fully_shard,
     hybrid_groups,
 )
 from shardkit.backend import Backend, get_backend
@@ -28,20 +31,96 @@ from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.reduction.compression import BlockFormat, check_compressible
 from tests.backends.streams_device import current_device
 from tests.benchmarks.accuracy import characters, digits
-from tests.compression.programs import (
-    BOTH,
-    INT8,
-    batch,
-    build,
-    full,
-    in_place,
-    near,
-    sharded_ddp,
-    train,
-    wrapped,
-)
 from tests.figures.counters import OperationCounter
-from tests.pools import DEVICE, rank_pool
+from tests.pools import DEVICE, on_ranks, rank_pool
+
+WIDTH, STEPS = 72, 6
+INT8 = Compression()
+BOTH: dict[str, Any] = {
+    "precision": PrecisionPolicy(compression=INT8),
+    "reduce": ReducePolicy(compression=INT8),
+}
+
+
+class Net(nn.Module):
+    """Weights of more than a block and biases of less, one that ranks may leave out, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 97), nn.Linear(97, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, with_extra: bool = True) -> torch.Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        if with_extra:
+            x = x + self.extra(x)
+        return self.head(torch.tanh(self.fixed(x)))
+
+
+def build() -> Net:
+    generator = torch.Generator().manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / WIDTH**0.5)
+    return model
+
+
+def wrapped(**options: Any) -> FSDP:
+    model = build()
+    model.first, model.second = FSDP(model.first, **options), FSDP(model.second, **options)
+    return FSDP(model, **options)
+
+
+def in_place(**options: Any) -> nn.Module:
+    model = build()
+    fully_shard(model.first, **options)
+    fully_shard(model.second, **options)
+    return fully_shard(model, **options)
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, WIDTH, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def train(
+    model: Any, rank: int, *, steps: int = STEPS, accumulate: bool = False, optimizer: Any = None,
+    skip: Callable[[int, int], bool] | None = None,
+) -> list[float]:  # fmt: skip
+    """Losses; ``skip(rank, step)`` says who leaves the extra layer out."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        for part in range(2 if accumulate else 1):
+            x, y = batch(rank, 10 * step + part)
+            quiet = model.no_sync() if accumulate and part == 0 else contextlib.nullcontext()
+            with quiet:
+                loss = functional.cross_entropy(
+                    model(x, not (skip is not None and skip(rank, step))).float(), y
+                )
+                loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def full(model: FSDP) -> dict[str, torch.Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def sharded_ddp(reduce: ReducePolicy | None = None, net: nn.Module | None = None) -> tuple[ShardedDDP, OSS]:
+    model = build() if net is None else net
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    return ShardedDDP(model, optimizer, reduce=reduce), optimizer
+
+
+def near(found: Sequence[float], truth: Sequence[float], by: float) -> None:
+    assert max(abs(a - b) for a, b in zip(found, truth, strict=True)) < by, (found, truth)
+
 
 worlds = pytest.mark.parametrize("world_size", [2, 3])
 HALF = PrecisionPolicy(compute=torch.bfloat16)
@@ -49,7 +128,8 @@ FP8 = Compression(torch.float8_e4m3fn, 64)
 
 
 # ------------------------------------------------------------ losses
-def _losses(rank: int) -> None:
+@on_ranks(2, 3, (2, "streams"), (3, "simulated"))
+def test_losses_are_those_of_the_same_without(rank: int) -> None:
     truth = train(wrapped(), rank)
     for options in (BOTH, {"reduce": ReducePolicy(compression=FP8)}):
         near(train(wrapped(**options), rank), truth, 0.02)
@@ -65,13 +145,6 @@ def _losses(rank: int) -> None:
     near(train(model, rank, optimizer=optimizer), truth, 0.02)
     model, optimizer = sharded_ddp(BOTH["reduce"])
     near(train(model, rank, optimizer=optimizer, accumulate=True), accumulated, 0.02)
-
-
-@pytest.mark.parametrize(
-    ("backend", "world_size"), [("gloo", 2), ("gloo", 3), ("streams", 2), ("simulated", 3)]
-)
-def test_losses_are_those_of_the_same_without(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_losses)
 
 
 # ------------------------------------------------------------ parameters
@@ -200,7 +273,8 @@ def test_bytes_on_the_wire(program: Callable[[int], tuple[float, ...]], world_si
         assert all(0.26 < ratio <= 0.28 for ratio in ratios), ratios
 
 
-def _on_a_device(rank: int) -> None:
+@on_ranks((3, "streams"))
+def test_on_a_device_the_host_waits_for_nothing(rank: int) -> None:
     """The host waits for nothing in a step, and nothing is used before it was waited for."""
     model = wrapped(**BOTH)
     ddp, oss = sharded_ddp(BOTH["reduce"])
@@ -218,12 +292,9 @@ def _on_a_device(rank: int) -> None:
     assert device.unwaited() == []
 
 
-def test_on_a_device_the_host_waits_for_nothing() -> None:
-    rank_pool(3, "streams").run(_on_a_device)
-
-
 # ------------------------------------------------------------ gradients
-def _gradients(rank: int) -> None:
+@on_ranks(2, 3)
+def test_gradients_are_within_the_bound(rank: int) -> None:
     x, y = batch(rank, 0)
     own = build()
     nn.functional.cross_entropy(own(x), y).backward()
@@ -240,12 +311,9 @@ def _gradients(rank: int) -> None:
     assert 0 < max(off) <= bound
 
 
-@worlds
-def test_gradients_are_within_the_bound(world_size: int) -> None:
-    rank_pool(world_size).run(_gradients)
-
-
-def _overflow(rank: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp", "sharded_ddp"])
+@on_ranks(2, 3)
+def test_an_overflow_is_seen_by_the_scaler(rank: int, kind: str) -> None:
     """Whoever overflows, all ranks leave the step out; what comes after is as if nothing had been."""
     model, optimizer = sharded_ddp(BOTH["reduce"]) if kind == "sharded_ddp" else (wrapped(**BOTH), None)
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -266,16 +334,12 @@ def _overflow(rank: int, kind: str) -> None:
         assert all(p.isfinite().all() for p in now)
 
 
-@worlds
-@pytest.mark.parametrize("kind", ["fsdp", "sharded_ddp"])
-def test_an_overflow_is_seen_by_the_scaler(kind: str, world_size: int) -> None:
-    rank_pool(world_size).run(_overflow, kind)
-
-
 SKIPS: list[Callable[[int, int], bool]] = [lambda rank, step: rank == 0, lambda rank, step: step % 2 == 0]
 
 
-def _unused(rank: int, which: int) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+@on_ranks(2, 3)
+def test_parameters_without_gradients(rank: int, which: int) -> None:
     """What only some ranks used gets their gradients; what none used stays as it is, momentum and all."""
     truth = train(wrapped(), rank, skip=SKIPS[which])
     model = wrapped(**BOTH)
@@ -297,13 +361,8 @@ def _unused(rank: int, which: int) -> None:
         assert torch.equal(before[name], after[name]) == name.startswith(("extra", "fixed")), name
 
 
-@worlds
-@pytest.mark.parametrize("which", [0, 1])
-def test_parameters_without_gradients(which: int, world_size: int) -> None:
-    rank_pool(world_size).run(_unused, which)
-
-
-def _clipping(rank: int) -> None:
+@on_ranks(2)
+def test_clipping(rank: int) -> None:
     norms = []
     for options in ({}, BOTH):
         model = wrapped(**options)
@@ -312,10 +371,6 @@ def _clipping(rank: int) -> None:
         norms.append(float(model.clip_grad_norm_(0.01)))
         assert float(model.clip_grad_norm_(1.0)) == pytest.approx(0.01, rel=1e-3)
     assert norms[1] == pytest.approx(norms[0], rel=0.01)
-
-
-def test_clipping() -> None:
-    rank_pool(2).run(_clipping)
 
 
 # ------------------------------------------------------------ what is left out
@@ -364,7 +419,8 @@ def test_error_feedback_moves_what_is_small_beside_large(kind: str, world_size: 
         assert -24 < moved < -8  # sixteen, by a code of 7.9 more or less
 
 
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_loading_forgets_what_was_left_out(rank: int) -> None:
     """Loading forgets what was left out: a run goes on as one that was started from the same file."""
     for full_state in (True, False):
         first = wrapped(**BOTH)
@@ -389,10 +445,6 @@ def _resumed(rank: int) -> None:
     assert all(c.feedback.error is None for c in compressed)
 
 
-def test_loading_forgets_what_was_left_out() -> None:
-    rank_pool(2).run(_resumed)
-
-
 # ------------------------------------------------------------ replicas
 def _hybrid(rank: int, shard_size: int) -> dict[str, torch.Tensor]:
     group, replicas = hybrid_groups(shard_size, backend=get_backend("simulated"))
@@ -410,7 +462,8 @@ def test_replicas_stay_equal_to_the_bit(shard_size: int) -> None:
 
 
 # ------------------------------------------------------------ what is refused
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_compressed_is_refused_on_all_ranks(rank: int) -> None:
     for options in BOTH.items():
         with pytest.raises(ConfigurationError, match="float64 numbers don't fit"):
             FSDP(build().double(), **dict([options]))
@@ -422,10 +475,6 @@ def _refused(rank: int) -> None:
         FSDP(build(), precision=PrecisionPolicy(compression=INT8 if rank else None))
     with pytest.raises(RankMismatchError, match=r"reduce\.compression\.block"):
         FSDP(build(), reduce=ReducePolicy(compression=Compression(block=64 if rank else 128)))
-
-
-def test_what_cannot_be_compressed_is_refused_on_all_ranks() -> None:
-    rank_pool(2).run(_refused)
 
 
 def test_compiled_programs_are_refused() -> None:
@@ -451,13 +500,10 @@ def test_wrong_options(arguments: dict[str, Any], message: str) -> None:
         Compression(**arguments)
 
 
-def _alone(rank: int) -> None:
+@on_ranks(1)
+def test_one_rank(rank: int) -> None:
     """One rank sends nothing, so nothing is rounded."""
     assert train(wrapped(**BOTH), rank) == train(wrapped(), rank)
-
-
-def test_one_rank() -> None:
-    rank_pool(1).run(_alone)
 
 
 @pytest.mark.parametrize(("task", "short", "least"), [(digits, 2, 0.5), (characters, 30, 0.15)])

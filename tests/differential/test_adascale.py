@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 real = pytest.importorskip("fairscale.optim.adascale")
 pytestmark = [
@@ -204,7 +204,8 @@ def test_state_dicts_both_ways(debias: bool) -> None:
         torch.testing.assert_close(result[:2], results[0][:2], rtol=1e-5, atol=1e-6)
 
 
-def _checkpoint_of_oss(rank: int) -> None:
+@on_ranks(2)
+def test_fairscale_checkpoint_of_oss(rank: int) -> None:
     import fairscale.optim
 
     for kind, oss, right in ((AdaScale, OSS, True), (real.AdaScale, fairscale.optim.OSS, False)):
@@ -224,7 +225,3 @@ def _checkpoint_of_oss(rank: int) -> None:
         plain = real.AdaScale(SGD(_model(torch.float32).parameters(), lr=0.1, momentum=0.9))
         plain.load_state_dict(state)
         assert plain.gain() == optimizer.gain()
-
-
-def test_fairscale_checkpoint_of_oss() -> None:
-    rank_pool(2).run(_checkpoint_of_oss)

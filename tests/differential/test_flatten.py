@@ -16,6 +16,7 @@ from torch import nn
 
 from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper as Ours
 from shardkit.wrapping.activations import checkpoint_wrapper as our_checkpoint
+from tests.beside import reread
 
 Theirs = pytest.importorskip("fairscale.nn.misc.flatten_params_wrapper").FlattenParamsWrapper
 their_checkpoint = pytest.importorskip("fairscale.nn").checkpoint_wrapper
@@ -128,10 +129,7 @@ def test_states_go_from_one_to_the_other(model: nn.Module, data: st.DataObject) 
                 for p in (*written.parameters(), *written.buffers()):
                     p.normal_()
             state = written.flat_state_dict() if flat else written.state_dict()
-            file = io.BytesIO()
-            torch.save(state, file)
-            file.seek(0)
-            read.load_state_dict(torch.load(file))
+            read.load_state_dict(reread(state))
             assert entries(read.state_dict()) == entries(written.state_dict())
 
 

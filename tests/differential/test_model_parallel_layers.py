@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from shardkit import model_parallel as ours_core
 from shardkit.nn import model_parallel as ours
 from shardkit.nn.model_parallel import cross_entropy, initialize, layers, mappings, random, utils
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 pytest.importorskip("fairscale.nn.model_parallel")
 pytestmark = pytest.mark.oracle
@@ -95,7 +95,8 @@ def _equal(first: Any, second: Any, where: object = "") -> None:
     assert torch.equal(first, second), (where, (first - second).abs().max())
 
 
-def _groups(rank: int) -> None:
+@on_ranks(4)
+def test_groups(rank: int) -> None:
     import torch.distributed as dist
 
     readers = [n for n in _public(theirs("initialize")) if n.startswith(("get_", "model_parallel_is"))]
@@ -115,10 +116,6 @@ def _groups(rank: int) -> None:
         with pytest.raises(AssertionError):
             initialize.initialize_model_parallel(size, pipeline)
         _end()
-
-
-def test_groups() -> None:
-    rank_pool(4).run(_groups)
 
 
 Make = Callable[[Any], Any]
@@ -142,7 +139,9 @@ LAYERS: dict[str, tuple[Make, tuple[int, ...], bool]] = {
 }  # fmt: skip
 
 
-def _layers(rank: int, size: int) -> None:
+@sizes
+@on_ranks(4)
+def test_layers(rank: int, size: int) -> None:
     _both(size)
     try:
         for name, (make, shape, tokens) in LAYERS.items():
@@ -180,11 +179,8 @@ def _layers(rank: int, size: int) -> None:
 
 
 @sizes
-def test_layers(size: int) -> None:
-    rank_pool(4).run(_layers, size)
-
-
-def _regions_and_loss(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_regions_and_loss(rank: int, size: int) -> None:
     _both(size)
     try:
         part = rank % size
@@ -212,11 +208,6 @@ def _regions_and_loss(rank: int, size: int) -> None:
                 _equal(first, second, ("cross entropy", dtype))
     finally:
         _end()
-
-
-@sizes
-def test_regions_and_loss(size: int) -> None:
-    rank_pool(4).run(_regions_and_loss, size)
 
 
 # fairscale's checkpoint asks CUDA for its random state: it runs where CUDA is pretended, in ranks of its own.

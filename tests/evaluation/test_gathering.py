@@ -11,7 +11,7 @@ import shardkit
 from shardkit.backend import get_backend
 from shardkit.errors import RankFailedError
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 EACH = [p for p in environments("gloo", "simulated", "xla") if p.values[1] in (2, 3)]
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64]
@@ -22,7 +22,8 @@ def _of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) % 2 + rank).view(shape).to(dtype)
 
 
-def _uneven(rank: int, world_size: int, backend: str) -> list[list[torch.Tensor]]:
+@on_ranks(*EACH)
+def test_uneven_tensors(rank: int, world_size: int, backend: str) -> list[list[torch.Tensor]]:
     device = get_backend(backend).device()
     found = []
     for dtype in DTYPES:
@@ -39,12 +40,8 @@ def _uneven(rank: int, world_size: int, backend: str) -> list[list[torch.Tensor]
     return found
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_uneven_tensors(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_uneven, world_size, backend)
-
-
-def _structures(rank: int, world_size: int, backend: str) -> Any:
+@on_ranks(*[p for p in EACH if p.values[0] != "simulated"])
+def test_structures_are_pickled_only_if_need_be(rank: int, world_size: int, backend: str) -> Any:
     device = get_backend(backend).device()
     pickled = []
     group = type(get_backend(backend).group().channel("control"))
@@ -73,11 +70,6 @@ def _structures(rank: int, world_size: int, backend: str) -> Any:
         assert large == [1] + [2**70] * (world_size - 1)
     finally:
         group.all_gather_object = plain
-
-
-@pytest.mark.parametrize(("backend", "world_size"), [p for p in EACH if p.values[0] != "simulated"])
-def test_structures_are_pickled_only_if_need_be(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_structures, world_size, backend)
 
 
 def _other_dtype(rank: int) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optim import OSS, Adam, Precision
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 HALF = [Precision.MIXED_PRECISION, Precision.MEMORY_EFFICIENT_MIXED_PRECISION, Precision.PURE_FP16]
 SHAPES = [(3, 2), (5,), ()]
@@ -215,7 +215,9 @@ def test_copies_and_pickles(precision: Precision, how: Any) -> None:
     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
-def _with_oss(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@on_ranks(2)
+def test_within_oss(rank: int, dtype: torch.dtype) -> None:
     params, alone = parameters(dtype), parameters(dtype)
     sharded, plain = OSS(params, optim=Adam, lr=0.1), Adam(alone, lr=0.1)
     run(sharded, params, range(4))
@@ -229,11 +231,6 @@ def _with_oss(rank: int, world_size: int, dtype: torch.dtype) -> None:
     run(sharded, params, range(4, 6))
     run(plain, alone, range(4, 6))
     torch.testing.assert_close(params, alone, rtol=1e-3, atol=1e-3)
-
-
-def test_within_oss() -> None:
-    for dtype in (torch.float32, torch.float16):
-        rank_pool(2, "gloo").run(_with_oss, 2, dtype)
 
 
 @pytest.mark.parametrize(

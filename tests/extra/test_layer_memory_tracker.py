@@ -24,7 +24,7 @@ from shardkit.experimental.tooling.layer_memory_tracker import (
 )
 from shardkit.nn import FullyShardedDataParallel
 from shardkit.torch_seams.live_memory import LiveTensors
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 def _tracked() -> tuple[LayerwiseMemoryTracker, nn.Module]:
@@ -139,7 +139,8 @@ def test_process_group_tracker_reports_gathers() -> None:
         _ = tracker.nothing
 
 
-def _heard_by_listener(rank: int) -> None:
+@on_ranks(2)
+def test_the_own_listener_of_a_tracker_hears_of_gathers(rank: int) -> None:
     """A unit's tracker hears of its gathers, each with all values and this rank's part; copies tell as well."""
     heard: list[tuple[torch.Size, torch.Size]] = []
 
@@ -165,11 +166,8 @@ def _heard_by_listener(rank: int) -> None:
     assert len(heard) == 5
 
 
-def test_the_own_listener_of_a_tracker_hears_of_gathers() -> None:
-    rank_pool(2).run(_heard_by_listener)
-
-
-def _gathers(rank: int) -> None:
+@on_ranks(2)
+def test_gathers_of_fsdp_are_recorded(rank: int) -> None:
     units = [nn.Linear(4, 6, bias=False), nn.Linear(6, 2, bias=False)]
     group = ProcessGroupTracker(torch.distributed.group.WORLD)
     model = FullyShardedDataParallel(
@@ -186,10 +184,6 @@ def _gathers(rank: int) -> None:
     tracker.clear_traces()
     model(torch.ones(2, 4)).sum().backward()
     assert tracker.memory_traces == []
-
-
-def test_gathers_of_fsdp_are_recorded() -> None:
-    rank_pool(2).run(_gathers)
 
 
 def test_plots() -> None:

@@ -21,7 +21,7 @@ from shardkit.experimental.nn.data_parallel.gossip import (
     RingGraph,
 )
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 LR = (0.1, 0.03)  # of two parameter groups
 
@@ -166,7 +166,9 @@ def test_nodes_of_several_ranks() -> None:
     rank_pool(4).run(_compare, 4, 2, options)
 
 
-def _half(rank: int, flat: bool) -> None:
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2)
+def test_fp32_copies(rank: int, flat: bool) -> None:
     """fp16 parameters with fp32 copies, which the optimizer steps and which are averaged."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).half()
     net = SlowMoDistributedDataParallel(model, 1, slowmo_frequency=2, localsgd_frequency=1)
@@ -191,12 +193,8 @@ def _half(rank: int, flat: bool) -> None:
     torch.testing.assert_close(params, expected.half())
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_fp32_copies(flat: bool) -> None:
-    rank_pool(2).run(_half, flat)
-
-
-def _partly_used(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_without_gradients_on_some_ranks(rank: int) -> None:
     class Choice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -209,10 +207,6 @@ def _partly_used(rank: int) -> None:
     net(torch.ones(1, 2)).sum().backward()
     assert net.module.a.weight.grad.tolist() == net.module.b.weight.grad.tolist() == [[0.5, 0.5]] * 2
     assert net.module.c.weight.grad is None
-
-
-def test_parameters_without_gradients_on_some_ranks() -> None:
-    rank_pool(2).run(_partly_used)
 
 
 # ------------------------------------------------------------------------------------------ gossip
@@ -280,22 +274,20 @@ def test_slow_momentum_averages_gossip() -> None:
     assert [r[4][1] for r in results] == [1, 1, 1]
 
 
-def _push_sum(rank: int) -> None:
+@on_ranks(2)
+def test_a_gossiper_by_itself(rank: int) -> None:
     gossiper = PushSum(torch.zeros(3), RingGraph(rank, 2))
     received, weight = gossiper.mix(torch.full((3,), rank + 1.0), torch.ones(1))
     assert received.tolist() == [2.0 - rank] * 3
     assert weight.item() == 1
 
 
-def test_a_gossiper_by_itself() -> None:
-    rank_pool(2).run(_push_sum)
-
-
-def _sgp_matches_its_definition(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_stochastic_gradient_push(rank: int, world_size: int) -> None:
     """x <- mixing of (x - lr g) among this step's peers."""
-    models = [_model(0) for _ in range(world)]
+    models = [_model(0) for _ in range(world_size)]
     optimizers = [_optimizer(m) for m in models]
-    graphs = [NPeerDynamicDirectedExponentialGraph(r, world) for r in range(world)]
+    graphs = [NPeerDynamicDirectedExponentialGraph(r, world_size) for r in range(world_size)]
     net = SlowMoDistributedDataParallel(
         _model(0),
         1,
@@ -327,12 +319,9 @@ def _sgp_matches_its_definition(rank: int, world: int) -> None:
     assert len(state) == keys
 
 
-def test_stochastic_gradient_push() -> None:
-    rank_pool(3).run(_sgp_matches_its_definition, 3)
-
-
 # ------------------------------------------------------------------------------------------ the rest
-def _checkpoint(rank: int) -> None:
+@on_ranks(2)
+def test_loading_begins_anew(rank: int) -> None:
     net = SlowMoDistributedDataParallel(_model(0), 1, slowmo_frequency=2, localsgd_frequency=2)
     assert "module.0.weight" in net.state_dict()
     optimizer = _optimizer(net.module)
@@ -352,11 +341,8 @@ def _checkpoint(rank: int) -> None:
     assert all(not p.any() for p in net.parameters())  # no momentum from before
 
 
-def test_loading_begins_anew() -> None:
-    rank_pool(2).run(_checkpoint)
-
-
-def _wrong(rank: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments(rank: int) -> None:
     for arguments, says in (
         ({"nprocs_per_node": 3}, "nprocs_per_node"),
         ({"nprocs_per_node": 0}, "nprocs_per_node"),
@@ -382,7 +368,3 @@ def _wrong(rank: int) -> None:
     with pytest.raises(ValueError, match="one dtype"):
         net.perform_slowmo(torch.optim.SGD(net.parameters(), lr=0.1))
     get_backend("gloo").group().barrier(label="test")
-
-
-def test_wrong_arguments() -> None:
-    rank_pool(2).run(_wrong)

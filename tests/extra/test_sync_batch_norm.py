@@ -13,7 +13,7 @@ from shardkit.experimental.nn import SyncBatchNorm
 from shardkit.experimental.nn.sync_batchnorm import batch_statistics
 from shardkit.nn.checkpoint import checkpoint_wrapper
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 EACH = [p for p in environments("gloo", "simulated", "xla") if p.values[1] in (2, 3)]
 SIZES = {2: [3, 2], 3: [4, 0, 1]}  # of the ranks' batches
@@ -58,7 +58,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _against_truth(rank: int, world_size: int, backend: str, options: str, trailing: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(*EACH)
+def test_equals_the_whole_batch(rank: int, world_size: int, backend: str, options: str) -> None:
+    trailing = (2, 5) if options == "plain" else ()
     sizes, device = SIZES[world_size], get_backend(backend).device()
     dtype = torch.float32
     parts = [_batch(sizes, rank, trailing, dtype), _batch(sizes, rank, trailing, dtype) * 2]
@@ -80,14 +83,8 @@ def _against_truth(rank: int, world_size: int, backend: str, options: str, trail
         torch.testing.assert_close(total.cpu(), expected.grad.float(), atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_equals_the_whole_batch(backend: str, world_size: int, options: str) -> None:
-    trailing = (2, 5) if options == "plain" else ()
-    rank_pool(world_size, backend).run(_against_truth, world_size, backend, options, trailing)
-
-
-def _far_from_zero(rank: int) -> None:
+@on_ranks(2)
+def test_variances_of_values_far_from_zero(rank: int) -> None:
     x = _batch([3, 2], None, (7,), torch.float32) + 3000
     statistics = batch_statistics(x.split([3, 2])[rank], get_backend("gloo").group())
     var, mean = torch.var_mean(x.double(), [0, 2], correction=0)
@@ -96,11 +93,8 @@ def _far_from_zero(rank: int) -> None:
     assert statistics.total.item() == 35
 
 
-def test_variances_of_values_far_from_zero() -> None:
-    rank_pool(2).run(_far_from_zero)
-
-
-def _converted(rank: int) -> None:
+@on_ranks(2)
+def test_conversion_keeps_parameters_sharing_and_mode(rank: int) -> None:
     torch.manual_seed(0)
     shared = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.Linear(4, 4), shared, nn.Sequential(nn.BatchNorm2d(2), shared)).eval()
@@ -116,10 +110,6 @@ def _converted(rank: int) -> None:
     torch.testing.assert_close(model[1](x), shared(x))  # eval mode: no other rank is asked
     if rank == 0:
         model[1](x)
-
-
-def test_conversion_keeps_parameters_sharing_and_mode() -> None:
-    rank_pool(2).run(_converted)
 
 
 class _Counting:
@@ -140,7 +130,9 @@ class _Counting:
         self.kind.all_gather_into = self.plain
 
 
-def _checkpointed(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["whole", "nested", "converted later"])
+@on_ranks(2)
+def test_checkpointing_exchanges_and_tracks_once(rank: int, how: str) -> None:
     def model() -> nn.Module:
         torch.manual_seed(5)
         inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
@@ -171,12 +163,8 @@ def _checkpointed(rank: int, how: str) -> None:
         torch.testing.assert_close(b, c, msg=name)
 
 
-@pytest.mark.parametrize("how", ["whole", "nested", "converted later"])
-def test_checkpointing_exchanges_and_tracks_once(how: str) -> None:
-    rank_pool(2).run(_checkpointed, how)
-
-
-def _half(rank: int) -> None:
+@on_ranks(2)
+def test_half_precision_inputs_have_fp32_statistics(rank: int) -> None:
     layer = SyncBatchNorm(CHANNELS)
     x = _batch([3, 3], rank, (2,), torch.bfloat16).requires_grad_()
     y = layer(x)
@@ -186,10 +174,6 @@ def _half(rank: int) -> None:
     torch.testing.assert_close(
         y.float(), nn.BatchNorm1d(CHANNELS)(whole).split(3)[rank], atol=2e-2, rtol=2e-2
     )
-
-
-def test_half_precision_inputs_have_fp32_statistics() -> None:
-    rank_pool(2).run(_half)
 
 
 def test_without_ranks_it_is_a_batch_norm() -> None:

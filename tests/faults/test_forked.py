@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import LifecycleError
-from tests.border.strategies import batch, loss_of, run, twins
+from tests.border.strategies import batch, loss_of, twins
+from tests.pools import on_ranks
 
 REFUSED = r"forked from rank {} .* num_workers=0"
 
@@ -41,13 +42,14 @@ def _loaded(call: Any, rank: int) -> list[torch.Tensor]:
     return list(loader)
 
 
-def _workers(rank: int, world: int) -> None:
-    pair = twins(rank, world, "units")
+@on_ranks(1, 2, (2, "simulated"))
+def test_workers_of_a_loader(rank: int, world_size: int) -> None:
+    pair = twins(rank, world_size, "units")
     pair.backward()  # connected, and every call of a step is known
     pair.step()
     pair.zero_grad()
     built_in_child = lambda x: FSDP(nn.Linear(5, 4))(x)  # noqa: E731
-    if world == 1:
+    if world_size == 1:
         torch.testing.assert_close(
             torch.cat(_loaded(pair.model, rank)), pair.plain(batch(rank)), rtol=0, atol=1e-6
         )
@@ -63,8 +65,3 @@ def _workers(rank: int, world: int) -> None:
     pair.step()
     pair.assert_equal()
     assert loss_of(pair.model, rank).isfinite()
-
-
-@pytest.mark.parametrize("world", [(1, "gloo"), (2, "gloo"), (2, "simulated")])
-def test_workers_of_a_loader(world: tuple[int, str]) -> None:
-    run(world, _workers)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.jobs import cases, faults, machines, try_case
 from tests.started import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,3 +74,19 @@ def test_a_link_that_goes_down(namespaces: list[str], tmp_path: Path) -> None:
         assert kind == "RankLostError", found
         assert float(seconds) <= LATEST, found
         assert "of channel" in text, found
+
+
+# ------------ A job on two machines goes on with one. ``python -m tests.faults.jobs`` has more machines, and
+# more that happens.
+def test_a_link_that_goes_down_during_a_job(tmp_path: Path) -> None:
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs Linux, root and iproute2")
+    try:
+        with machines(2) as names:
+            (case,) = (c for c in cases(2) if c.name == "link down")
+            outcome = try_case(case, names, tmp_path)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine allows no network namespaces: {error.stderr}")
+    assert faults(case, outcome, 2) == [], outcome.output
+    assert outcome.began[0] == (2, 0)
+    assert "This machine leaves the job" in outcome.output

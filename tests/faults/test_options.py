@@ -12,7 +12,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import RankMismatchError, ShardkitError
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from tests.pools import rank_pool, run_once
+from tests.pools import on_ranks, rank_pool, run_once
 
 # name -> options of rank 0 and of rank 1, the option's name and both values in the message
 FSDP_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
@@ -137,7 +137,10 @@ def test_rates_are_the_users_later_on() -> None:
     assert rank_pool(2).run(_schedule) == [0.1, 0.2]
 
 
-def _stepping(rank: int, flatten: bool) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("flatten", [True, False])
+@on_ranks(2, 3)
+def test_optimizers_over_shards(rank: int, flatten: bool) -> None:
+    """Before their first step."""
     found = []
     for classes, rates in (
         ((torch.optim.SGD, torch.optim.Adam), (0.1, 0.1)),
@@ -147,16 +150,9 @@ def _stepping(rank: int, flatten: bool) -> list[tuple[str, str]]:
         optimizer = classes[rank > 0](model.parameters(), lr=rates[rank > 0])
         model(torch.ones(2, 3)).sum().backward()
         found.append(_refused(optimizer.step))
-    return found
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_optimizers_over_shards(world_size: int, flatten: bool) -> None:
-    """Before their first step."""
-    for kinds, rates in rank_pool(world_size).run(_stepping, flatten):
-        _check([kinds], ("optimizer", "SGD", "Adam"))
-        _check([rates], ("lr of group 0", "0.1", "0.2"))
+    kinds, rates = found
+    _check([kinds], ("optimizer", "SGD", "Adam"))
+    _check([rates], ("lr of group 0", "0.1", "0.2"))
 
 
 def _another_rate(rank: int, strategy: str, when: int) -> str:

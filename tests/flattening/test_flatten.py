@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.flat_parameter import FlatParameter, find_params
 from shardkit.flattening.keys import no_key_translation
 from shardkit.flattening.wrapper import FlattenParamsWrapper
+from tests.beside import reread
 
 
 class Tied(nn.Module):
@@ -391,10 +391,7 @@ def test_copies_are_separate_and_whole(how: str, make: Callable[[], nn.Module]) 
     elif how == "pickle":
         made = pickle.loads(pickle.dumps(flat))
     else:
-        file = io.BytesIO()
-        torch.save(flat, file)
-        file.seek(0)
-        made = torch.load(file, weights_only=False)
+        made = reread(flat, weights_only=False)
     assert made.flat_param is made.flat_params[0]
     assert made.flat_param is not flat.flat_param
     assert torch.equal(made(x), flat(x))

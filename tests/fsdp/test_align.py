@@ -12,7 +12,7 @@ from torch import nn
 import shardkit
 from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.layout import Align
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 ALIGNMENTS: list[Align] = ["parameters", "rows", 8, None]
 
@@ -103,7 +103,8 @@ def test_a_shard_as_long_as_all_parameters_is_not_taken_for_all() -> None:
     torch.testing.assert_close(joined, full, rtol=0, atol=0)
 
 
-def _shards_of_another(rank: int) -> list[str]:
+@on_ranks(2)
+def test_shards_of_another_alignment_are_refused(rank: int) -> None:
     model: Any = _trained("rows", steps=0)[0]
     model.inner.requires_grad_(True)
     local = model.local_state_dict()
@@ -113,12 +114,7 @@ def _shards_of_another(rank: int) -> list[str]:
         with pytest.raises(ConfigurationError) as error:
             other.load_local_state_dict(local)
         said.append(str(error.value))
-    return said
-
-
-def test_shards_of_another_alignment_are_refused() -> None:
-    for said in rank_pool(2).run(_shards_of_another):
-        assert all("Nothing was loaded on any rank" in text for text in said)
+    assert all("Nothing was loaded on any rank" in text for text in said)
 
 
 def _in_place(rank: int) -> list[int]:
@@ -138,7 +134,8 @@ def test_rows_in_place_are_whole_on_one_rank() -> None:
     assert [sum(numels) for numels in zip(*parts, strict=True)] == [1, 5 * 6, 5, 3 * 5, 3]
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_no_alignment_is_refused(rank: int) -> None:
     for wrong in ("columns", 0, -1, 1.5, True):
         with pytest.raises(ConfigurationError, match="align="):
             shardkit.FSDP(nn.Linear(2, 2), align=wrong)  # type: ignore[arg-type]
@@ -146,10 +143,6 @@ def _refused(rank: int) -> None:
         shardkit.fully_shard(nn.Linear(2, 2), align="parameters")
     with pytest.raises(RankMismatchError, match="align"):
         shardkit.FSDP(nn.Linear(2, 2), align="rows" if rank else 4)
-
-
-def test_what_is_no_alignment_is_refused() -> None:
-    rank_pool(2).run(_refused)
 
 
 def test_padding_is_told(caplog: pytest.LogCaptureFixture) -> None:

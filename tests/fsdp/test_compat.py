@@ -22,7 +22,7 @@ from shardkit.nn.data_parallel import (
 from shardkit.nn.misc import FlattenParamsWrapper
 from shardkit.utils.testing import DummyProcessGroup
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 ARGUMENTS = {
     "module": inspect.Parameter.empty,
@@ -64,7 +64,8 @@ def model_of(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, **options)
 
 
-def _read(rank: int, world_size: int) -> None:
+@on_ranks(1, 2, 3)
+def test_names_and_attributes(rank: int, world_size: int) -> None:
     model = model_of(verbose=True)
     raw = "_fsdp_wrapped_module"
     assert [n for n, _ in model.named_parameters()] == [
@@ -100,12 +101,8 @@ def _read(rank: int, world_size: int) -> None:
     assert not model.has_full_params
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_names_and_attributes(world_size: int) -> None:
-    rank_pool(world_size).run(_read, world_size)
-
-
-def _unflattened(rank: int) -> None:
+@on_ranks(2)
+def test_unflattened_parameters_have_clean_names(rank: int) -> None:
     model = model_of(flatten_parameters=False)
     assert [n for n, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
     assert [p.shape for p in model.params] == [(WIDTH * 5 // 2,), (3,)]
@@ -115,11 +112,8 @@ def _unflattened(rank: int) -> None:
         model.append_shared_param(nn.Parameter(torch.ones(2)))
 
 
-def test_unflattened_parameters_have_clean_names() -> None:
-    rank_pool(2).run(_unflattened)
-
-
-def _inner_state(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_state_of_the_inner_part(rank: int, world_size: int) -> None:
     """fairscale's own tests ask the inner part."""
     truth = build(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh())))
     for flat in (True, False):
@@ -135,11 +129,6 @@ def _inner_state(rank: int, world_size: int) -> None:
         torch.testing.assert_close(
             dict(pickle.loads(pickle.dumps(model)).state_dict()), dict(truth.state_dict())
         )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_state_of_the_inner_part(world_size: int) -> None:
-    rank_pool(world_size).run(_inner_state, world_size)
 
 
 class Tied(nn.Module):
@@ -174,14 +163,11 @@ def _train_both(model: nn.Module, truth: nn.Module, rank: int, world_size: int) 
         torch.testing.assert_close(model.state_dict()[name], value, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def _shared(rank: int) -> None:
+@on_ranks(2)
+def test_weights_of_another_unit_are_appended(rank: int) -> None:
     for flat in (True, False):
         model = FullyShardedDataParallel(build(lambda f=flat: Tied(f)))
         _train_both(model, build(lambda: Tied(None)), rank, 2)
-
-
-def test_weights_of_another_unit_are_appended() -> None:
-    rank_pool(2).run(_shared)
 
 
 def _structure(group: Any) -> FullyShardedDataParallel:
@@ -190,7 +176,8 @@ def _structure(group: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)), group)
 
 
-def _built_elsewhere(rank: int) -> None:
+@on_ranks(2)
+def test_a_module_that_was_built_in_another_process(rank: int) -> None:
     """Where nobody can be reached, as in a pool's child; it comes pickled, and gets a group where it is loaded."""
     model = pickle.loads(pickle.dumps(_structure(DummyProcessGroup(rank, 2))))
     group, turned = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(2)][rank]
@@ -212,11 +199,8 @@ def _built_elsewhere(rank: int) -> None:
             call()
 
 
-def test_a_module_that_was_built_in_another_process() -> None:
-    rank_pool(2).run(_built_elsewhere)
-
-
-def _state(rank: int) -> None:
+@on_ranks(2)
+def test_state_dicts_on_rank_0_and_through_other_modules(rank: int) -> None:
     model = model_of(state_dict_on_rank_0_only=True, state_dict_device=torch.device("cpu"))
     truth = build(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Sequential(nn.Linear(5, 3), nn.Tanh())))
     state = model.state_dict()
@@ -236,11 +220,8 @@ def _state(rank: int) -> None:
     torch.testing.assert_close(outer.state_dict()["net.0.weight"], truth[0].weight.detach())
 
 
-def test_state_dicts_on_rank_0_and_through_other_modules() -> None:
-    rank_pool(2).run(_state)
-
-
-def _options(rank: int) -> None:
+@on_ranks(2)
+def test_options_that_exclude_each_other_and_divide_factors(rank: int) -> None:
     with pytest.raises(ConfigurationError, match="mixed_precision"):
         FullyShardedDataParallel(nn.Linear(2, 2), fp32_reduce_scatter=True)
     with pytest.raises(ConfigurationError, match="move_grads_to_cpu"):
@@ -265,11 +246,9 @@ def _options(rank: int) -> None:
     torch.testing.assert_close(model[1].params[0].grad[: mine.numel()], mine)
 
 
-def test_options_that_exclude_each_other_and_divide_factors() -> None:
-    rank_pool(2).run(_options)
-
-
-def _batch_norm(rank: int, single: bool) -> None:
+@pytest.mark.parametrize("single", [False, True])
+@on_ranks(2)
+def test_auto_wrap_bn(rank: int, single: bool) -> None:
     model = build(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
     model = auto_wrap_bn(model, single_rank_pg=single)
     assert isinstance(model[1], FullyShardedDataParallel)
@@ -285,12 +264,8 @@ def _batch_norm(rank: int, single: bool) -> None:
         auto_wrap_bn(nn.Sequential(tagged))
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_auto_wrap_bn(single: bool) -> None:
-    rank_pool(2).run(_batch_norm, single)
-
-
-def _expert(rank: int) -> None:
+@on_ranks(2)
+def test_optimizer_state_of_experts_stays_on_their_rank(rank: int) -> None:
     """A part of the model that is each rank's own: its optimizer state stays there."""
     alone = [dist.new_group([r]) for r in range(2)][rank]
     model = build(lambda: nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3)))
@@ -313,11 +288,9 @@ def _expert(rank: int) -> None:
             torch.testing.assert_close(optimizer.state_dict()["state"][index][key], value)
 
 
-def test_optimizer_state_of_experts_stays_on_their_rank() -> None:
-    rank_pool(2).run(_expert)
-
-
-def _buffers_in_half(rank: int) -> None:
+@on_ranks(2)
+def test_state_dicts_have_buffers_in_their_own_dtype(rank: int) -> None:
+    """They were half once a forward had run; found by ``shardkit verify``."""
     norms = [nn.BatchNorm1d(WIDTH) for _ in range(2)]
     unit = FullyShardedDataParallel(nn.Sequential(norms[0]), mixed_precision=True)
     model = FullyShardedDataParallel(nn.Sequential(unit, norms[1]), mixed_precision=True)
@@ -328,8 +301,3 @@ def _buffers_in_half(rank: int) -> None:
     assert kinds == dict.fromkeys(
         [f"{unit}.running_{what}" for unit in ("0.0", "1") for what in ("mean", "var")], torch.float32
     )
-
-
-def test_state_dicts_have_buffers_in_their_own_dtype() -> None:
-    """They were half once a forward had run; found by ``shardkit verify``."""
-    rank_pool(2).run(_buffers_in_half)

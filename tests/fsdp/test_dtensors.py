@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.beside import reread, train_parts, whole
 from tests.fsdp.test_fully_shard import twins
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 
 class Model(nn.Module):
@@ -53,10 +53,6 @@ def _batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
-
-
 def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """But for norms of DTensors, which older torch forms in single precision."""
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -66,80 +62,53 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def _train(
-    rank: int, ranks: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
-) -> list[float]:
-    """Two micro-batches a step, clipping by torch."""
-    norms = []
-    for step in steps:
-        optimizer.zero_grad()
-        for micro in range(2):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(micro == 1)
-            model(_batch(2 * step + micro, rank)).square().mean().backward()
-        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-        optimizer.step()
-    return norms
-
-
 def _alone(ranks: int, steps: range) -> tuple[Model, torch.optim.Optimizer, list[float]]:
-    model, norms = Model().double(), []
+    model = Model().double()
     optimizer = _adam(model)
-    for step in steps:
-        optimizer.zero_grad()
-        for micro in range(2):
-            for rank in range(ranks):
-                (model(_batch(2 * step + micro, rank)).square().mean() / ranks).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-        optimizer.step()
-    return model, optimizer, norms
+    return model, optimizer, train_parts(model, optimizer, range(ranks), _batch, steps)
 
 
-def _training(rank: int, ranks: int) -> None:
-    model, (one, _, norms) = _sharded(), _alone(ranks, range(3))
+@on_ranks(2, 3)
+def test_training_with_torchs_clipping(rank: int, world_size: int) -> None:
+    model, (one, _, norms) = _sharded(), _alone(world_size, range(3))
     optimizer = _adam(model)
-    assert _train(rank, ranks, model, optimizer, range(3)) == pytest.approx(norms, rel=1e-6)
+    assert train_parts(model, optimizer, [rank], _batch, range(3)) == pytest.approx(norms, rel=1e-6)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
-    _same(_whole(model.state_dict()), dict(one.state_dict()))
+    _same(whole(model.state_dict()), dict(one.state_dict()))
     with sharding_of(model).summon_full_params(writeback=True):
         _same({"": model.inner[0].weight.detach()}, {"": one.inner[0].weight.detach()})
         model.head.weight.data.zero_()
-    assert not _whole(model.state_dict())["head.weight"].any()
+    assert not whole(model.state_dict())["head.weight"].any()
     loss = model(_batch(0, rank)).square().mean()
     assert loss.item() == 0.0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_training_with_torchs_clipping(ranks: int) -> None:
-    rank_pool(ranks).run(_training, ranks)
-
-
-def _exchanged(rank: int, ranks: int, folder: str) -> None:
+@on_ranks(3)
+def test_checkpoints_go_to_fsdp2_and_back(rank: int, world_size: int, tmp_path: Path) -> None:
     model = _sharded()
     optimizer = _adam(model)
-    _train(rank, ranks, model, optimizer, range(2))
+    train_parts(model, optimizer, [rank], _batch, range(2))
     saved, state = get_state_dict(model, optimizer)
-    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{folder}/ours")
+    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{tmp_path}/ours")
     theirs = Model().double()
     for part in (theirs.inner, theirs):
-        fsdp2(part, mesh=init_device_mesh("cpu", (ranks,)))
+        fsdp2(part, mesh=init_device_mesh("cpu", (world_size,)))
     other = _adam(theirs)
     into = dict(zip(("model", "optimizer"), get_state_dict(theirs, other), strict=True))
-    dcp.load(into, checkpoint_id=f"{folder}/ours")
+    dcp.load(into, checkpoint_id=f"{tmp_path}/ours")
     set_state_dict(theirs, other, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
-    _train(rank, ranks, theirs, other, range(2, 3))
+    train_parts(theirs, other, [rank], _batch, range(2, 3))
     into = dict(zip(("model", "optimizer"), get_state_dict(theirs, other), strict=True))
-    dcp.save(into, checkpoint_id=f"{folder}/theirs")
+    dcp.save(into, checkpoint_id=f"{tmp_path}/theirs")
     back = _sharded()
     optimizer = _adam(back)
     into = dict(zip(("model", "optimizer"), get_state_dict(back, optimizer), strict=True))
-    dcp.load(into, checkpoint_id=f"{folder}/theirs")
+    dcp.load(into, checkpoint_id=f"{tmp_path}/theirs")
     set_state_dict(back, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
-    _train(rank, ranks, back, optimizer, range(3, 4))
-    one, alone, _ = _alone(ranks, range(4))
-    _same(_whole(back.state_dict()), dict(one.state_dict()))
+    train_parts(back, optimizer, [rank], _batch, range(3, 4))
+    one, alone, _ = _alone(world_size, range(4))
+    _same(whole(back.state_dict()), dict(one.state_dict()))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     full, moments = get_state_dict(back, optimizer, options=options)
     if rank == 0:
@@ -150,16 +119,13 @@ def _exchanged(rank: int, ranks: int, folder: str) -> None:
         _same({key: moments["state"]["inner.0.weight"][key]}, {key: alone.state[one.inner[0].weight][key]})
 
 
-def test_checkpoints_go_to_fsdp2_and_back(tmp_path: Path) -> None:
-    rank_pool(3).run(_exchanged, 3, str(tmp_path))
-
-
-def _scaled(rank: int) -> None:
+@on_ranks(2)
+def test_torchs_scaler(rank: int) -> None:
     """An overflow on one rank: torch's scaler skips the step on all."""
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = _whole(copy.copy(model.state_dict()))
+    before = whole(copy.copy(model.state_dict()))
     before = {k: v.clone() for k, v in before.items()}
     for overflows in (True, False):
         optimizer.zero_grad()
@@ -167,17 +133,14 @@ def _scaled(rank: int) -> None:
         scaler.scale(loss * float("inf") if overflows and rank == 1 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        now = _whole(model.state_dict())
+        now = whole(model.state_dict())
         changed = any(not torch.equal(now[k], before[k]) for k in now)
         assert changed != overflows
     assert scaler.get_scale() == 2.0
 
 
-def test_torchs_scaler() -> None:
-    rank_pool(2).run(_scaled)
-
-
-def _cleared(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_as_loops_treat_them(rank: int) -> None:
     """Gradients in every state that a loop brings them into."""
     model = _sharded()
     called: list[torch.Size] = []
@@ -189,20 +152,20 @@ def _cleared(rank: int) -> None:
     assert called == [torch.Size([1, 5])] * 2
     for handle in handles:
         handle.remove()
-    first = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    first = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     first = {k: v.clone() for k, v in first.items()}
     assert "fixed.weight" not in first
     model(_batch(0, rank)).sum().backward()  # accumulates
-    twice = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    twice = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(twice, {k: 2 * v for k, v in first.items()})
     model.zero_grad(set_to_none=False)
     model(_batch(0, rank)).sum().backward()
-    again = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    again = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(again, first)
     for p in model.parameters():
         p.grad = None if p.grad is None else p.grad * 3  # another tensor
     model(_batch(0, rank)).sum().backward()
-    fourth = _whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    fourth = whole({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     torch.testing.assert_close(fourth, {k: 4 * v for k, v in first.items()})
     model.zero_grad()
     assert all(p.grad is None for p in model.parameters())
@@ -221,16 +184,13 @@ def _cleared(rank: int) -> None:
         optimizer.step()
 
 
-def test_gradients_as_loops_treat_them() -> None:
-    rank_pool(2).run(_cleared)
-
-
-def _moved(rank: int) -> None:
+@on_ranks(2)
+def test_being_moved_loaded_and_copied(rank: int) -> None:
     model = _sharded()
-    before = {k: v.clone() for k, v in _whole(model.state_dict()).items()}
+    before = {k: v.clone() for k, v in whole(model.state_dict()).items()}
     model(_batch(0, rank)).sum().backward()
     model.float()
-    torch.testing.assert_close(_whole(model.state_dict()), {k: v.float() for k, v in before.items()})
+    torch.testing.assert_close(whole(model.state_dict()), {k: v.float() for k, v in before.items()})
     model(_batch(0, rank).float()).sum().backward()
     assert all(p.grad.dtype is torch.float32 for p in model.parameters() if p.grad is not None)
     with torch.device("meta"):
@@ -246,48 +206,25 @@ def _moved(rank: int) -> None:
     with torch.no_grad():
         plain.head.weight.fill_(2)
     empty.load_state_dict(plain.state_dict())  # plain tensors
-    torch.testing.assert_close(_whole(empty.state_dict()), dict(plain.state_dict()))
+    torch.testing.assert_close(whole(empty.state_dict()), dict(plain.state_dict()))
     with torch.inference_mode(), pytest.raises(LifecycleError, match=r"under torch\.no_grad"):
         empty.state_dict()
-    file = io.BytesIO()
-    torch.save(empty.state_dict(), file)
-    file.seek(0)
-    empty.load_state_dict(torch.load(file, weights_only=False))
-    torch.testing.assert_close(_whole(empty.state_dict()), dict(plain.state_dict()))
+    empty.load_state_dict(reread(empty.state_dict(), weights_only=False))
+    torch.testing.assert_close(whole(empty.state_dict()), dict(plain.state_dict()))
     twins(rank, 2, dtensors=True)
     with pytest.raises(ConfigurationError, match="get_optimizer_state_dict"):
         sharding_of(empty).gather_full_optim_state_dict(_adam(empty))
 
 
-def test_being_moved_loaded_and_copied() -> None:
-    rank_pool(2).run(_moved)
-
-
-def _hybrid(rank: int) -> None:
+@on_ranks(4)
+def test_a_mesh_of_replicas_and_shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = _sharded(mesh=mesh)
     optimizer = _adam(model)
-    _train(rank, 4, model, optimizer, range(2))
+    train_parts(model, optimizer, [rank], _batch, range(2))
     one, _, _ = _alone(4, range(2))
     assert next(iter(model.parameters())).placements[1].is_shard()
-    torch.testing.assert_close(_whole(model.state_dict()), dict(one.state_dict()))
-
-
-def test_a_mesh_of_replicas_and_shards() -> None:
-    rank_pool(4).run(_hybrid)
-
-
-def _refused(rank: int) -> None:
-    with pytest.raises(RankMismatchError, match="layout"):
-        fully_shard(nn.Linear(2, 2), dtensors=rank == 0)
-    shards, replicas = shardkit.hybrid_groups(1)
-    with pytest.raises(ConfigurationError, match="needs mesh=, with two dimensions"):
-        fully_shard(nn.Linear(2, 2), dtensors=True, group=shards, replicas=replicas)
-    inner = fully_shard(nn.Linear(2, 2), dtensors=True)
-    with pytest.raises(ConfigurationError, match="named dimensions of one mesh"):
-        fully_shard(nn.Sequential(DTensorHolder()), dtensors=True)
-    with pytest.raises(ConfigurationError, match=r"its part .0. is a torch\.distributed\.fsdp\.FSDPModule"):
-        FSDP(nn.Sequential(inner, nn.Linear(2, 1)))
+    torch.testing.assert_close(whole(model.state_dict()), dict(one.state_dict()))
 
 
 class Scaled(nn.Module):
@@ -304,41 +241,45 @@ class Scaled(nn.Module):
         return self.head(x) * self.logit_scale.exp()
 
 
-def _single_numbers(rank: int, ranks: int, alone: bool, folder: str) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(1, 2, 3)
+def test_parameters_without_dimensions(rank: int, world_size: int, alone: bool, tmp_path: Path) -> None:
     one, model = Scaled(alone), fully_shard(Scaled(alone), dtensors=True)
     optimizers = [_adam(one), _adam(model)]
 
     def train(model: Scaled, optimizer: torch.optim.Optimizer, clip: Any) -> None:
         for step in range(3):
             optimizer.zero_grad()
-            _train(rank, ranks, model, torch.optim.SGD(model.parameters(), lr=0.0), range(step, step + 1))
+            train_parts(
+                model, torch.optim.SGD(model.parameters(), lr=0.0), [rank], _batch, range(step, step + 1)
+            )
             for p in one.parameters():
                 p.grad = None
-            for r in range(ranks):
+            for r in range(world_size):
                 for micro in range(2):
-                    (one(_batch(2 * step + micro, r)).square().mean() / ranks).backward()
+                    (one(_batch(2 * step + micro, r)).square().mean() / world_size).backward()
             nn.utils.clip_grad_norm_(one.parameters(), 0.05)
             assert clip(0.04) == pytest.approx(
                 nn.utils.clip_grad_norm_(one.parameters(), 0.04).item(), rel=1e-5
             )
             optimizer.step()
             optimizers[0].step()
-        _same(_whole(dict(model.named_parameters())), dict(one.named_parameters()))
-        _same(_whole(model.state_dict()), dict(one.state_dict()))
+        _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
+        _same(whole(model.state_dict()), dict(one.state_dict()))
 
     train(model, optimizers[1], sharding_of(model).clip_grad_norm_)
     saved, state = get_state_dict(model, optimizers[1])
-    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
-    shardkit.save_training(f"{folder}/ours", step=3, model=model, optimizer=optimizers[1])
+    dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{tmp_path}/dcp")
+    shardkit.save_training(f"{tmp_path}/ours", step=3, model=model, optimizer=optimizers[1])
     for k, make in enumerate((_adam, lambda m: shardkit.WholeParameters(m, torch.optim.AdamW, lr=0.1))):
         again = fully_shard(Scaled(alone), dtensors=True)
         optimizer = make(again)
         if k:
-            shardkit.restore_training(f"{folder}/ours", model=again, optimizer=optimizer)
+            shardkit.restore_training(f"{tmp_path}/ours", model=again, optimizer=optimizer)
         else:
             saved, state = get_state_dict(again, optimizer)
             into = {"model": saved, "optimizer": state}
-            dcp.load(into, checkpoint_id=f"{folder}/dcp")
+            dcp.load(into, checkpoint_id=f"{tmp_path}/dcp")
             set_state_dict(again, optimizer, model_state_dict=saved, optim_state_dict=state)
         before = copy.deepcopy((one.state_dict(), optimizers[0].state_dict()))
         train(again, optimizer, sharding_of(again).clip_grad_norm_)
@@ -346,13 +287,8 @@ def _single_numbers(rank: int, ranks: int, alone: bool, folder: str) -> None:
         optimizers[0].load_state_dict(before[1])
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parameters_without_dimensions(ranks: int, alone: bool, tmp_path: Path) -> None:
-    rank_pool(ranks).run(_single_numbers, ranks, alone, str(tmp_path))
-
-
-def _assigned(rank: int) -> None:
+@on_ranks(1, 2)
+def test_loading_by_assignment(rank: int) -> None:
     model, one = fully_shard(Scaled(False), dtensors=True), Scaled(False)
     listed = list(model.parameters())
     with torch.no_grad():
@@ -399,12 +335,8 @@ def _replaced(rank: int) -> None:
         model.head.weight = nn.Parameter(model.head.weight * 2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_loading_by_assignment(ranks: int) -> None:
-    rank_pool(ranks).run(_assigned)
-
-
-def _beside_others(rank: int) -> None:
+@on_ranks(2)
+def test_dtensors_of_other_libraries_in_the_same_optimizer(rank: int) -> None:
     """Of another library's DTensors the gradients may be sums that are not made yet."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(Scaled(False), dtensors=True, mesh=mesh)
@@ -417,11 +349,7 @@ def _beside_others(rank: int) -> None:
     }
     optimizer.step()
     assert theirs.full_tensor().tolist() == [0.5, 0.5]
-    torch.testing.assert_close(_whole(dict(model.named_parameters())), wanted)
-
-
-def test_dtensors_of_other_libraries_in_the_same_optimizer() -> None:
-    rank_pool(2).run(_beside_others)
+    torch.testing.assert_close(whole(dict(model.named_parameters())), wanted)
 
 
 class DTensorHolder(nn.Module):
@@ -433,13 +361,21 @@ class DTensorHolder(nn.Module):
         self.weight = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh))
 
 
-def test_what_can_not_be_listed() -> None:
-    rank_pool(2).run(_refused)
+@on_ranks(2)
+def test_what_can_not_be_listed(rank: int) -> None:
+    with pytest.raises(RankMismatchError, match="layout"):
+        fully_shard(nn.Linear(2, 2), dtensors=rank == 0)
+    shards, replicas = shardkit.hybrid_groups(1)
+    with pytest.raises(ConfigurationError, match="needs mesh=, with two dimensions"):
+        fully_shard(nn.Linear(2, 2), dtensors=True, group=shards, replicas=replicas)
+    inner = fully_shard(nn.Linear(2, 2), dtensors=True)
+    with pytest.raises(ConfigurationError, match="named dimensions of one mesh"):
+        fully_shard(nn.Sequential(DTensorHolder()), dtensors=True)
+    with pytest.raises(ConfigurationError, match=r"its part .0. is a torch\.distributed\.fsdp\.FSDPModule"):
+        FSDP(nn.Sequential(inner, nn.Linear(2, 1)))
 
 
-def test_ranks_that_torch_does_not_know() -> None:
-    def on_threads(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match=r"torch\.distributed knows"):
-            fully_shard(nn.Linear(2, 2), dtensors=True)
-
-    rank_pool(2, "simulated").run(on_threads)
+@on_ranks((2, "simulated"))
+def test_ranks_that_torch_does_not_know(rank: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"torch\.distributed knows"):
+        fully_shard(nn.Linear(2, 2), dtensors=True)

@@ -21,7 +21,7 @@ from shardkit import (
 )
 from shardkit.fsdp.export import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -70,7 +70,8 @@ class Shared(nn.Module):
         self.one = self.other = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
 
-def _shared(rank: int) -> None:
+@on_ranks(2)
+def test_modules_that_are_shared_and_what_has_no_changes(rank: int) -> None:
     model, expected = Shared(), dict(Shared().state_dict())
     fully_shard(model.one)
     sharding = sharding_of(fully_shard(model))
@@ -82,10 +83,6 @@ def _shared(rank: int) -> None:
             sharding.export(since=SentWeights())
     with pytest.raises(ConfigurationError, match="16 bytes an element"):
         sharding_of(fully_shard(nn.Linear(2, 2, dtype=torch.complex128))).export(since=SentWeights())
-
-
-def test_modules_that_are_shared_and_what_has_no_changes() -> None:
-    rank_pool(2).run(_shared)
 
 
 def _only_one(rank: int, wrap: Wrap) -> None:
@@ -148,7 +145,8 @@ def test_what_has_changed_is_sent_to_the_bit() -> None:
     pool.run(_receive, by_root, 3, {})
 
 
-def _drawn(rank: int) -> None:
+@on_ranks(2, 4)
+def test_gaps_and_borders(rank: int) -> None:
     """Changes far apart, next to each other, at borders of ranks, and so many that all is less."""
     model = fully_shard(nn.Linear(1, 4099, bias=False))
     sent, weights = SentWeights(), torch.zeros(4099, 1)
@@ -165,12 +163,10 @@ def _drawn(rank: int) -> None:
             assert change.nbytes <= (7 + 4099 // 255 + 1) * 5
 
 
-def test_gaps_and_borders() -> None:
-    for world_size in (2, 4):
-        rank_pool(world_size).run(_drawn)
-
-
-def _as_saved(rank: int, folder: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+@on_ranks(2)
+def test_names_of_transformers(rank: int, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
@@ -186,7 +182,7 @@ def _as_saved(rank: int, folder: str, kind: str) -> None:
             )
         )  # fmt: skip
         blocks = plain.model.layers
-    path = Path(folder) / f"{kind}{rank}"
+    path = tmp_path / f"{kind}{rank}"
     plain.save_pretrained(path)  # by rank 0
     for block in blocks:
         fully_shard(block)
@@ -202,14 +198,11 @@ def _as_saved(rank: int, folder: str, kind: str) -> None:
             list(changes)
 
 
-@pytest.mark.parametrize("kind", ["tied", "experts"])
-def test_names_of_transformers(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("transformers")
-    rank_pool(2).run(_as_saved, str(tmp_path), kind)
-
-
-def _adapted(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"reshard": ReshardPolicy(frozen="keep")}, {"dtensors": True}])
+@on_ranks(2)
+def test_merged_adapters_leave_as_one_model(rank: int, options: dict[str, Any]) -> None:
     """LoRA on frozen weights that stay gathered, merged for an inference engine."""
+    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -244,9 +237,3 @@ def _adapted(rank: int, options: dict[str, Any]) -> None:
     expected = {renamed: v for n, v in plain.state_dict().items() if (renamed := name(n)) is not None}
     assert sorted(found) == sorted(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-def test_merged_adapters_leave_as_one_model() -> None:
-    pytest.importorskip("peft")
-    for options in ({"reshard": ReshardPolicy(frozen="keep")}, {"dtensors": True}):
-        rank_pool(2).run(_adapted, options)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 import shardkit
 from shardkit import fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 aten = torch.ops.aten
 _SAME_CLASS = (
@@ -275,7 +275,8 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
 
 
-def _all(rank: int) -> None:
+@on_ranks(2)
+def test_training_beside_fsdp2(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     _beside(rank, InHalf, 7, half, mesh)
@@ -288,7 +289,3 @@ def _all(rank: int) -> None:
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
     for part in (_metadata, _in_other_ways, _torchaos, _refused):
         part(rank)
-
-
-def test_training_beside_fsdp2() -> None:
-    rank_pool(2).run(_all)

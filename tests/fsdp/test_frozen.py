@@ -10,31 +10,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
+from tests.beside import assert_same
 from tests.figures.counters import OperationCounter
+from tests.figures.gpt import AdaptedLinear
 from tests.fsdp.test_export import by_root
 from tests.fsdp.test_extensions import Quantized
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 WIDTH, LAYERS = 33, 4
 
 
-class Adapted(nn.Module):
-    """A frozen layer beside a small trainable one, as LoRA has it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
-
+class Adapted(AdaptedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        return x + torch.tanh(super().forward(x))
 
 
 class Stack(nn.Module):
     def __init__(self, again: bool = False, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList([Adapted(width) for _ in range(LAYERS)])
+        self.layers = nn.ModuleList([Adapted(width, 3) for _ in range(LAYERS)])
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.head = nn.Linear(width, 2)
         self.again = again
@@ -87,8 +82,7 @@ class _Pair:
             optimizer.zero_grad()
 
     def compare(self) -> None:
-        found = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in self.model.state_dict().items()}
-        torch.testing.assert_close(found, dict(self.plain.state_dict()), rtol=0, atol=2e-6)
+        assert_same(self.model, self.plain, rtol=0)
 
 
 def _kept(rank: int, wrap: str, again: bool, world_size: int, frozen: Any) -> None:
@@ -155,7 +149,8 @@ def test_frozen_values_of_classes_with_an_all_gather_of_their_own_stay_too() -> 
             assert sent == 0 or sent - kept >= LAYERS * 32 * 32 / 2  # of a byte each
 
 
-def _given_back(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_values_are_given_back_on_request(rank: int) -> None:
     pair = _Pair(rank, "FSDP", False, 2)
     pair.step(0)
     stays = [unit.stays for unit in summary(pair.model).units]
@@ -173,7 +168,8 @@ def _given_back(rank: int) -> None:
     pair.compare()
 
 
-def _on_the_host(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_values_on_the_host(rank: int) -> None:
     """Nothing of them is on the device between uses, nor sent between forward and backward over a mesh of ranks."""
     model = _sharded(Stack(), "fully_shard", reshard=ReshardPolicy(1, frozen="host"))
     for step in range(2):
@@ -185,7 +181,8 @@ def _on_the_host(rank: int) -> None:
     assert all(f.host is None for f in held)
 
 
-def _held(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_values_that_change_while_gathered(rank: int) -> None:
     """What is given back, or outdated, while its unit is gathered, is gathered again."""
     plain, model = Stack(), _sharded(Stack(), "fully_shard", reshard=ReshardPolicy(False, frozen="keep"))
     for step in range(4):
@@ -201,7 +198,8 @@ def _held(rank: int) -> None:
     assert float(sharding_of(model).clip_grad_norm_(1.0)) == pytest.approx(float(expected), rel=1e-5)
 
 
-def _written(rank: int) -> None:
+@on_ranks(2)
+def test_frozen_values_that_change_unseen(rank: int) -> None:
     """Values that are read into what ``state_dict`` gives, as torch.distributed.checkpoint does; memory replaced."""
     plain, model = Stack(), _sharded(Stack(), "dtensors", reshard=ReshardPolicy(frozen="keep"))
     with torch.no_grad():
@@ -216,15 +214,5 @@ def _written(rank: int) -> None:
         for p in model.parameters():
             p.data = p.data * 2 if not p.requires_grad else p.data
         assert not torch.equal(_loss(model, 1), before)
-
-
-def test_frozen_values_that_change_unseen() -> None:
-    rank_pool(2).run(_held)
-    rank_pool(2).run(_written)
-
-
-def test_frozen_values_are_given_back_on_request() -> None:
-    rank_pool(2).run(_given_back)
-    rank_pool(2).run(_on_the_host)
     with pytest.raises(ConfigurationError, match="'reshard', 'keep' or 'host'"):
         ReshardPolicy(frozen="disk")  # type: ignore[arg-type]

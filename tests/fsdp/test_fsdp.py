@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ import shardkit
 from shardkit import FSDP, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, hybrid_groups
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.beside import assert_same, reread, steps_beside, train_beside
 from tests.fsdp_models import MODELS, WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -24,16 +25,6 @@ SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 def mean_loss(model: nn.Module, xs: torch.Tensor) -> torch.Tensor:
     """What all ranks' losses come to."""
     return torch.stack([model(x).pow(2).mean() for x in xs]).mean()
-
-
-def assert_equal_models(sharded: nn.Module, plain: nn.Module, where: str, tolerance: float = 2e-6) -> None:
-    """Full state dicts agree in names and values."""
-    mine, truth = sharded.state_dict(), plain.state_dict()
-    assert list(mine) == list(truth), where
-    for name, value in truth.items():
-        torch.testing.assert_close(
-            mine[name], value, rtol=1e-5, atol=tolerance, msg=lambda m, n=name: f"{where}: {n}: {m}"
-        )
 
 
 def linears(*widths: int) -> nn.Sequential:
@@ -90,7 +81,7 @@ def _train(rank: int, world_size: int, name: str, flatten: bool, options: dict[s
         first.step()
         second.step()
         if plains is not None:
-            assert_equal_models(model, plain, f"{name}, rank {rank} of {world_size}, step {step}")
+            assert_same(model, plain, f"{name}, rank {rank} of {world_size}, step {step}")
     if plains is None:
         for (n, p), (_, q) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
             if "running" not in n and "tracked" not in n:
@@ -121,7 +112,10 @@ def test_options_change_no_numbers(name: str, options: dict[str, Any]) -> None:
     rank_pool(2).run(_train, 2, name, True, options)
 
 
-def _hybrid(rank: int, world_size: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["hybrid", "post-forward mesh"])
+@on_ranks(4)
+def test_two_by_two_ranks(rank: int, world_size: int, mode: str) -> None:
+    """Shards over two of four ranks; or over four, and over two between forward and backward."""
     plain, start = build(lambda: linears(WIDTH, 7, 5, 3, 1)), linears(WIDTH, 7, 5, 3, 1)
     if rank == 0:
         start.load_state_dict(plain.state_dict())
@@ -141,18 +135,14 @@ def _hybrid(rank: int, world_size: int, mode: str) -> None:
         torch.testing.assert_close(norms[1], norms[0])
         first.step()
         second.step()
-        assert_equal_models(model, plain, f"rank {rank}, step {step}")
+        assert_same(model, plain, f"rank {rank}, step {step}")
     numel = sum(p.numel() for p in plain.parameters())
     assert sum(p.numel() for p in model.parameters()) < numel / (2 if mode == "hybrid" else 4) + 8
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "post-forward mesh"])
-def test_two_by_two_ranks(mode: str) -> None:
-    """Shards over two of four ranks; or over four, and over two between forward and backward."""
-    rank_pool(4).run(_hybrid, 4, mode)
-
-
-def _compiled(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
+@on_ranks(2)
+def test_torch_compile(rank: int, mode: str) -> None:
     plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
     if mode == "inside a unit":
         model[2] = FSDP(torch.compile(model[2], backend="aot_eager"))
@@ -163,25 +153,19 @@ def _compiled(rank: int, mode: str) -> None:
     else:
         sharded = wrapped(model)
     run = torch.compile(sharded, backend="aot_eager") if mode == "outside" else sharded
-    first, second = torch.optim.SGD(plain.parameters(), **SGD), torch.optim.SGD(sharded.parameters(), **SGD)
-    for step in range(3):
-        xs = batch(step, 2)
-        first.zero_grad()
-        second.zero_grad()
-        mean_loss(plain, xs).backward()
-        run(xs[rank]).pow(2).mean().backward()
-        first.step()
-        second.step()
-        for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        return (run if m is sharded else m)(batch(step, 2)[r]).pow(2).mean()
+
+    steps_beside(
+        rank, 2, sharded, plain, loss, [torch.optim.SGD(m.parameters(), **SGD) for m in (sharded, plain)]
+    )
+    for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
-def test_torch_compile(mode: str) -> None:
-    rank_pool(2).run(_compiled, mode)
-
-
-def _rank_dependent(rank: int) -> None:
+@on_ranks(2)
+def test_parameters_and_units_that_only_some_ranks_use(rank: int) -> None:
     """Rank 0 uses one layer of a unit, rank 1 the other; and only rank 1's loss depends on the last unit."""
 
     class Branches(nn.Module):
@@ -206,24 +190,23 @@ def _rank_dependent(rank: int) -> None:
     plain, model = build(Model), build(Model)
     model.branches, model.last = FSDP(model.branches), FSDP(model.last)
     sharded = FSDP(model)
-    first, second = torch.optim.SGD(plain.parameters(), **SGD), torch.optim.SGD(sharded.parameters(), **SGD)
-    for step in range(4):
-        xs = batch(step, 2)
-        first.zero_grad()
-        second.zero_grad()
-        torch.stack([plain(xs[r], r).pow(2).mean() for r in range(2)]).mean().backward()
-        sharded(xs[rank], rank).pow(2).mean().backward()
-        first.step()
-        second.step()
-        assert_equal_models(sharded, plain, f"rank {rank}, step {step}")
 
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        return m(batch(step, 2)[r], r).pow(2).mean()
 
-def test_parameters_and_units_that_only_some_ranks_use() -> None:
-    rank_pool(2).run(_rank_dependent)
+    train_beside(rank, 2, sharded, plain, loss, partial(torch.optim.SGD, **SGD), range(4))
 
 
 # ------------------------------------------------------------------------------------ between steps
-def _summon(rank: int) -> None:
+def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Two state dicts agree exactly."""
+    assert list(a) == list(b)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@on_ranks(2)
+def test_summoned_parameters_are_real_and_written_back(rank: int) -> None:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
     before = model.state_dict()
     shards = [p.detach().clone() for p in model.parameters()]
@@ -246,18 +229,8 @@ def _summon(rank: int) -> None:
         assert torch.equal(model(batch(0, 2)[rank]), outside)
 
 
-def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    """Two state dicts agree exactly."""
-    assert list(a) == list(b)
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-def test_summoned_parameters_are_real_and_written_back() -> None:
-    rank_pool(2).run(_summon)
-
-
-def _moved(rank: int) -> None:
+@on_ranks(2)
+def test_casts_attributes_and_inference(rank: int) -> None:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
     x = batch(0, 2)[rank].double()
     assert model.to(torch.float64) is model
@@ -269,10 +242,6 @@ def _moved(rank: int) -> None:
     with torch.inference_mode():
         model(x)
     model(x).sum().backward()
-
-
-def test_casts_attributes_and_inference() -> None:
-    rank_pool(2).run(_moved)
 
 
 def _state(rank: int, world_size: int, saved: Any) -> Any:
@@ -310,10 +279,7 @@ def test_model_and_optimizer_state_at_other_world_sizes(wrote: int, reads: int) 
 def _local(rank: int) -> tuple[Any, Any, Any]:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
     local = copy.deepcopy(model.local_state_dict())
-    file = io.BytesIO()
-    torch.save({"state": local, "metadata": model.local_metadata_dict()}, file)
-    file.seek(0)
-    loaded = torch.load(file)  # weights_only
+    loaded = reread({"state": local, "metadata": model.local_metadata_dict()})  # weights_only
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -327,7 +293,8 @@ def test_local_state_dicts_consolidate_without_a_process_group() -> None:
     assert_equal_state(dict(sorted(full.items())), dict(sorted(parts[0][2].items())))
 
 
-def _shard_hooks(rank: int) -> None:
+@on_ranks(2)
+def test_hooks_on_shards_get_reduced_gradients(rank: int) -> None:
     """An optimizer that steps in backward, as soon as a shard has its gradient; and a hook that halves gradients."""
     plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
     sharded = wrapped(model)
@@ -347,11 +314,7 @@ def _shard_hooks(rank: int) -> None:
         mean_loss(plain, xs).backward()
         first.step()
         sharded(xs[rank]).pow(2).mean().backward()
-        assert_equal_models(sharded, plain, f"step {count}")
-
-
-def test_hooks_on_shards_get_reduced_gradients() -> None:
-    rank_pool(2).run(_shard_hooks)
+        assert_same(sharded, plain, f"step {count}")
 
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
@@ -382,7 +345,9 @@ class _UsedLater(nn.Module):
         return self.second(self.first(x)) if self.calls > 1 else self.first(x)
 
 
-def _used_later(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["SGD", "Rprop", "Adagrad"])
+@on_ranks(2)
+def test_state_of_a_member_begins_with_its_first_gradient(rank: int, name: str) -> None:
     plain, model = (build(_UsedLater) for _ in range(2))
     sharded = FSDP(model)
     first, second = (
@@ -394,15 +359,11 @@ def _used_later(rank: int, name: str) -> None:
             o.zero_grad()
             m(x).pow(2).mean().backward()
             o.step()
-    assert_equal_models(sharded, plain, name, tolerance=1e-5)
+    assert_same(sharded, plain, name, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Rprop", "Adagrad"])
-def test_state_of_a_member_begins_with_its_first_gradient(name: str) -> None:
-    rank_pool(2).run(_used_later, name)
-
-
-def _scaled(rank: int) -> None:
+@on_ranks(2)
+def test_scaler_skips_on_all_ranks(rank: int) -> None:
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)), precision=PrecisionPolicy(compute=torch.float16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = shardkit.ShardedGradScaler(init_scale=8.0)
@@ -424,12 +385,13 @@ def _scaled(rank: int) -> None:
     assert not torch.equal(model.state_dict()["0.weight"], start["0.weight"])
 
 
-def test_scaler_skips_on_all_ranks() -> None:
-    rank_pool(2).run(_scaled)
-
-
 # ------------------------------------------------------------------------------------ what users do wrong
-def _wrong(rank: int, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["values", "shapes", "frozen", "no_sync below the root", "uneven hybrid", "foreign optimizer state"],
+)
+@on_ranks(2)
+def test_mistakes_are_named_on_every_rank(rank: int, case: str) -> None:
     torch.manual_seed(rank)
     if case == "values":
         with pytest.raises(RankMismatchError, match="has other values on rank 1"):
@@ -461,14 +423,6 @@ def _wrong(rank: int, case: str) -> None:
         if rank == 0:
             with pytest.raises(ConfigurationError, match="this optimizer state is of a model"):
                 model.get_shard_from_optim_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["values", "shapes", "frozen", "no_sync below the root", "uneven hybrid", "foreign optimizer state"],
-)
-def test_mistakes_are_named_on_every_rank(case: str) -> None:
-    rank_pool(2).run(_wrong, case)
 
 
 def test_policies_refuse_what_can_not_be() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.oss import OSS
-from tests.pools import rank_pool
+from tests.beside import assert_same, reread, steps_beside, train_beside, whole
+from tests.pools import on_ranks, rank_pool
 
 WORLDS = [(1, "gloo"), (2, "gloo"), (3, "simulated")]
 
@@ -81,43 +81,25 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
 
 
-def same(model: Any, plain: nn.Module, tolerance: float = 1e-6) -> None:
-    mine, truth = model.state_dict(), plain.state_dict()
-    assert list(mine) == list(truth)
-    for name, value in truth.items():
-        torch.testing.assert_close(
-            mine[name], value, rtol=1e-5, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
 def two_steps(
     rank: int, world_size: int, model: nn.Module, plain: Any, params_of: Callable[[nn.Module], Any]
 ) -> None:
     """The same on both, with SGD; buffers count this rank's forwards."""
     optimizers = [torch.optim.SGD(params_of(m), lr=0.5) for m in (model, plain)]
-    for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        torch.stack([loss_of(plain, batch(r, step)) for r in range(world_size)]).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    steps_beside(
+        rank, world_size, model, plain, lambda m, r, step: loss_of(m, batch(r, step)), optimizers, range(2)
+    )
     for block in plain.blocks:
         block.calls.fill_(2)
-
-
-def everywhere(program: Callable[..., None], *args: Any) -> None:
-    for world_size, backend in WORLDS:
-        rank_pool(world_size, backend).run(program, world_size, *args)
+    assert_same(model, plain)
 
 
 @pytest.mark.parametrize("after_forward", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_training_is_that_of_one_process(after_forward: bool, recompute: bool) -> None:
-    everywhere(_train, after_forward, recompute)
-
-
-def _train(rank: int, world_size: int, after_forward: bool, recompute: bool) -> None:
+@on_ranks(*WORLDS)
+def test_training_is_that_of_one_process(
+    rank: int, world_size: int, after_forward: bool, recompute: bool
+) -> None:
     plain = Model().double()  # Adam makes much of the last bits of small gradients
     model = shard(Model().double(), reshard=ReshardPolicy(after_forward=after_forward))
     mine, truth = torch.optim.AdamW(groups(model), lr=0.05), torch.optim.AdamW(groups(plain), lr=0.05)
@@ -138,14 +120,11 @@ def _train(rank: int, world_size: int, after_forward: bool, recompute: bool) -> 
         truth.step()
     for block in plain.blocks:  # this rank's calls, not those of all
         block.calls.copy_(model.blocks[0].calls)
-    same(model, plain)
+    assert_same(model, plain)
 
 
-def test_the_module_stays_what_it_was() -> None:
-    everywhere(_looks)
-
-
-def _looks(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_the_module_stays_what_it_was(rank: int, world_size: int) -> None:
     plain = Model().eval()
     model = shard(Model()).eval()
     assert type(model) is Model
@@ -168,11 +147,8 @@ def _looks(rank: int, world_size: int) -> None:
             model.words.weight.sum()
 
 
-def test_files_of_one_process_load_and_the_other_way_round() -> None:
-    everywhere(_files)
-
-
-def _files(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_files_of_one_process_load_and_the_other_way_round(rank: int, world_size: int) -> None:
     other = Model()
     with torch.no_grad():
         for p in other.parameters():
@@ -182,29 +158,26 @@ def _files(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.bias"):
         model.load_state_dict(wrong)
     assert not any(model.load_state_dict(other.state_dict()))
-    same(model, other)
+    assert_same(model, other)
     loss_of(model, batch(rank, 0)).backward()  # and it trains
     back = Model()
     back.load_state_dict(model.state_dict())
-    same(model, back)
+    assert_same(model, back)
     block = model.blocks[0].state_dict()  # a unit's own
     torch.testing.assert_close(block["up.weight"], other.blocks[0].up.weight.detach())
     local = copy.deepcopy(sharding_of(model).local_state_dict())
     with sharding_of(model).summon_full_params(), torch.no_grad():
         model.words.weight.zero_()
     sharding_of(model).load_local_state_dict(local)
-    same(model, back)
+    assert_same(model, back)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     optimizer.step()
     full = sharding_of(model).gather_full_optim_state_dict(optimizer)
     assert (full is None) == (rank != 0)
 
 
-def test_mixed_precision_and_moving() -> None:
-    everywhere(_dtypes)
-
-
-def _dtypes(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_mixed_precision_and_moving(rank: int, world_size: int) -> None:
     model = shard(Model(), precision=PrecisionPolicy(compute=torch.bfloat16))
     seen: list[torch.dtype] = []
     model.blocks[0].up.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
@@ -212,42 +185,31 @@ def _dtypes(rank: int, world_size: int) -> None:
     assert seen == [torch.bfloat16]
     assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
     double, truth = shard(Model()).double(), Model().double()
-    same(double, truth)
+    assert_same(double, truth)
     torch.testing.assert_close(double(batch(0, 0)), truth(batch(0, 0)))
 
 
-def test_freezing_by_name() -> None:
-    everywhere(_freeze)
-
-
-def _freeze(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_freezing_by_name(rank: int, world_size: int) -> None:
     plain, model = Model(), shard(Model())
     for m in (plain, model):
         m.blocks[1].requires_grad_(False)
         m.blocks[2].norm.weight.requires_grad_(False) if m is plain else None
     dict(model.named_parameters())["blocks.2.norm.weight"].requires_grad_(False)
     two_steps(rank, world_size, model, plain, groups)
-    same(model, plain)
 
 
-def test_doors_in_one_another() -> None:
-    everywhere(_mixed)
-
-
-def _mixed(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_doors_in_one_another(rank: int, world_size: int) -> None:
     plain, inner = Model(), Model()
     fully_shard(inner.blocks[0])
     inner.blocks[2] = FSDP(inner.blocks[2])
     model = FSDP(inner)
     two_steps(rank, world_size, model, plain, nn.Module.parameters)
-    same(model, plain)
 
 
-def test_copies() -> None:
-    everywhere(_copies)
-
-
-def _copies(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_copies(rank: int, world_size: int) -> None:
     plain, model = Model(), shard(Model())
     loss_of(model, batch(rank, 0)).backward()
     twin = copy.deepcopy(model)
@@ -271,39 +233,11 @@ def _copies(rank: int, world_size: int) -> None:
     other.step()
     for block in truth.blocks:
         block.calls.copy_(second.blocks[0].calls)
-    same(second, truth)
+    assert_same(second, truth)
 
 
-def test_what_is_refused() -> None:
-    everywhere(_refused)
-
-
-class Asking(nn.Module):
-    """Asks for its own state dict in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(LifecycleError, match="inside of forward"):
-            self.state_dict()
-        return self.inner(x)
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
-        y = self.inner(x)
-        if fails:
-            raise KeyError("in forward")
-        return y
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(*WORLDS)
+def test_what_is_refused(rank: int, world_size: int) -> None:
     model = shard(Model())
     for again in (model, model.blocks[0]):
         with pytest.raises(ConfigurationError, match="sharded already"):
@@ -333,6 +267,31 @@ def _refused(rank: int, world_size: int) -> None:
             failing(torch.ones(1, 3), False).sum().backward()
 
 
+class Asking(nn.Module):
+    """Asks for its own state dict in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(LifecycleError, match="inside of forward"):
+            self.state_dict()
+        return self.inner(x)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        y = self.inner(x)
+        if fails:
+            raise KeyError("in forward")
+        return y
+
+
 class _Recomputing(nn.Module):
     """Runs a part of itself in two re-entrant checkpoints, between which backward has all of its gradients once."""
 
@@ -349,7 +308,8 @@ class _Recomputing(nn.Module):
         return x
 
 
-def _reentrant(rank: int, world_size: int) -> None:
+@on_ranks((2, "simulated"), (3, "simulated"))
+def test_a_part_of_a_unit_in_several_reentrant_checkpoints(rank: int, world_size: int) -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), *[_Recomputing() for _ in range(3)], nn.Linear(4, 2))
@@ -364,23 +324,13 @@ def _reentrant(rank: int, world_size: int) -> None:
             for k in range(1, 4):
                 model[k] = by(model[k])  # type: ignore[operator]
             model = by(model, reshard=ReshardPolicy(root=True))  # type: ignore[operator]
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-            for _ in range(2):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                sum(loss_of(plain, r, forwards) / world_size for r in range(world_size)).backward()  # type: ignore[union-attr]
-                loss_of(model, rank, forwards).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+            train_beside(
+                rank, world_size, model, plain, lambda m, r, _, n=forwards: loss_of(m, r, n), steps=range(2)
+            )
 
 
-def test_a_part_of_a_unit_in_several_reentrant_checkpoints() -> None:
-    for world_size in (2, 3):
-        rank_pool(world_size, "simulated").run(_reentrant, world_size)
-
-
-def _offloaded_from_meta(rank: int) -> None:
+@on_ranks((2, "simulated"))
+def test_offloaded_shards_of_a_model_on_the_meta_device(rank: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with torch.device("meta"):
@@ -395,10 +345,6 @@ def _offloaded_from_meta(rank: int) -> None:
         m(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-def test_offloaded_shards_of_a_model_on_the_meta_device() -> None:
-    rank_pool(2, "simulated").run(_offloaded_from_meta)
 
 
 def tied_units(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
@@ -418,18 +364,11 @@ def inputs(rank: int) -> torch.Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
-
-
 def twins(rank: int, ranks: int, **options: Any) -> None:
     """Copies, of copies too, and files are models of their own that train as one process's."""
     plain, model = tied_units(**options)
     model(inputs(rank)).sum().backward()  # copies have no gradients
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    copies = [copy.deepcopy(model), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))]
+    copies = [copy.deepcopy(model), reread(model, weights_only=False), pickle.loads(pickle.dumps(model))]
     copies.append(copy.deepcopy(copies[0]))
     torch.testing.assert_close(copies[3][1](inputs(7)), plain[1](inputs(7)))  # what borrows runs first
     with torch.no_grad():
@@ -457,7 +396,8 @@ def test_copies_and_files_of_tied_units() -> None:
     rank_pool(3).run(twins, 3)
 
 
-def _moved_with_gradients(rank: int) -> None:
+@on_ranks((2, "simulated"), (6, "simulated"))
+def test_gradients_that_moved_with_their_parameters(rank: int) -> None:
     """``module.to()`` gives each gradient other memory, and leaves it a view of what it was a view of."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(2, 3), nn.Linear(3, 1))
@@ -471,11 +411,6 @@ def _moved_with_gradients(rank: int) -> None:
         m(tokens).square().sum().backward()
         torch.optim.SGD(m.parameters(), lr=0.01).step()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-@pytest.mark.parametrize("ranks", [2, 6])
-def test_gradients_that_moved_with_their_parameters(ranks: int) -> None:
-    rank_pool(ranks, "simulated").run(_moved_with_gradients)
 
 
 def _steps_beside_one_process(
@@ -525,7 +460,9 @@ def test_decay_by_dimensions_steps_that_are_skipped_and_steps_by_signs(dtensors:
     rank_pool(3, "simulated").run(_steps_beside_one_process, 3, False, _decay_by_dimensions, -1, by)
 
 
-def _asks_for_what_shards_lack(rank: int, dtensors: bool) -> None:
+@pytest.mark.parametrize("dtensors", [False, True])
+@on_ranks(2)
+def test_what_needs_whole_parameters_is_refused_by_name(rank: int, dtensors: bool) -> None:
     _, model = tied_units(dtensors=dtensors)
     loss = model(inputs(rank)).sum()
     with pytest.raises(LifecycleError, match="these are shards"):
@@ -534,11 +471,6 @@ def _asks_for_what_shards_lack(rank: int, dtensors: bool) -> None:
     for of in (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), torch.optim.Adafactor):
         with pytest.raises(ConfigurationError, match=r"WholeParameters|updates every element by itself"):
             of(model.parameters()).step(lambda: loss)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("dtensors", [False, True])
-def test_what_needs_whole_parameters_is_refused_by_name(dtensors: bool) -> None:
-    rank_pool(2).run(_asks_for_what_shards_lack, dtensors)
 
 
 def _narrow_micro_batches(rank: int, ranks: int, dtensors: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardkit
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 DEPTH = 400
 
@@ -90,32 +90,25 @@ def _calls_of(run: Callable[[], Any]) -> int:
     return count
 
 
-def _wrapping_calls(rank: int, sizes: list[int]) -> list[int]:
+@on_ranks(2)
+def test_wrapping_takes_calls_in_proportion_to_parameters(rank: int) -> None:
     def model(parameters: int) -> nn.Module:
         return nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(parameters)])
 
-    models = [model(n) for n in (10, *sizes)]
-    return [_calls_of(functools.partial(shardkit.FSDP, m)) for m in models][1:]
+    models = [model(n) for n in (10, 1000, 4000)]
+    _, few, many = (_calls_of(functools.partial(shardkit.FSDP, m)) for m in models)
+    assert many <= 4.4 * few, (few, many)
 
 
-def test_wrapping_takes_calls_in_proportion_to_parameters() -> None:
-    for few, many in rank_pool(2).run(_wrapping_calls, [1000, 4000]):
-        assert many <= 4.4 * few, (few, many)
-
-
-def _state_calls(rank: int, depths: list[int]) -> list[int]:
-    """Calls for a state dict of units inside one another."""
+@on_ranks(2)
+def test_state_dicts_take_calls_in_proportion_to_pairs_of_units(rank: int) -> None:
+    """Names of entries below are rewritten at each level: a square, but no more."""
     found = []
-    for depth in depths:
+    for depth in (10, 40):
         model: nn.Module = nn.Linear(2, 2)
         for _ in range(depth):
             model = shardkit.FSDP(Level(model))
         model.state_dict()
         found.append(_calls_of(model.state_dict))
-    return found
-
-
-def test_state_dicts_take_calls_in_proportion_to_pairs_of_units() -> None:
-    """Names of entries below are rewritten at each level: a square, but no more."""
-    for few, many in rank_pool(2).run(_state_calls, [10, 40]):
-        assert many <= 16 * few, (few, many)
+    few, many = found
+    assert many <= 16 * few, (few, many)

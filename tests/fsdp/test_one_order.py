@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardkit import FSDP, ReshardPolicy
 from shardkit.backends.simulated import SimulatedGroup
 from shardkit.wrapping.activations import checkpoint_wrapper
+from tests.beside import assert_same, steps_beside
 from tests.pools import rank_pool
 from tests.programs.running import examples
 
@@ -103,7 +105,7 @@ def shard(model: Blocks) -> FSDP:
     return FSDP(model, reshard=policy)
 
 
-def loss_of(model: nn.Module, chain: Chain, step: int, rank: int) -> torch.Tensor:
+def loss_of(chain: Chain, model: nn.Module, rank: int, step: int) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for k in range(chain.forwards):
         generator = torch.Generator().manual_seed(100 * step + 10 * k + rank)
@@ -115,16 +117,8 @@ def loss_of(model: nn.Module, chain: Chain, step: int, rank: int) -> torch.Tenso
 def train(rank: int, world_size: int, chains: list[Chain]) -> None:
     for chain in chains:
         plain, model = build(chain), shard(build(chain))
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-        for step in range(2):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            torch.stack([loss_of(plain, chain, step, r) for r in range(world_size)]).mean().backward()
-            loss_of(model, chain, step, rank).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        for (name, mine), truth in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(mine, truth, msg=lambda m, n=name, c=chain: f"{c}, {n}: {m}")
+        steps_beside(rank, world_size, model, plain, partial(loss_of, chain), steps=range(2))
+        assert_same(model, plain, str(chain), rtol=1e-7, atol=1e-7)
 
 
 class Issued:

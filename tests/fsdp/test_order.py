@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.beside import assert_same, train_beside
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool, run_once
+from tests.pools import on_ranks, rank_pool, run_once
 
 
 class Cut(nn.Module):
@@ -36,35 +38,17 @@ def _units(model: Cut) -> FSDP:
     return FSDP(model)
 
 
-def _same(sharded: nn.Module, plain: nn.Module) -> None:
-    for (name, mine), truth in zip(sharded.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, truth, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def _cut_short(rank: int, world_size: int, cut_on: int) -> None:
-    plain, model = build(Cut), _units(build(Cut))
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
-    for step in range(3):
-        xs = batch(step, world_size)
-        losses = []
-        for other in range(world_size):
-            plain.cut = step > 0 and other == cut_on
-            losses.append(plain(xs[other]).pow(2).mean())
-        model.module.cut = step > 0 and rank == cut_on
-        first.zero_grad()
-        second.zero_grad()
-        torch.stack(losses).mean().backward()
-        model(xs[rank]).pow(2).mean().backward()
-        first.step()
-        second.step()
-        _same(model, plain)
-
-
-def test_units_that_backward_reaches_on_other_ranks_only() -> None:
+@pytest.mark.parametrize("last", [False, True])
+@on_ranks(2, 3)
+def test_units_that_backward_reaches_on_other_ranks_only(rank: int, world_size: int, last: bool) -> None:
     """A rank that stops earlier gathers along; else the others would wait for it."""
-    for world_size in (2, 3):
-        for cut_on in (0, world_size - 1):
-            rank_pool(world_size).run(_cut_short, world_size, cut_on)
+    plain, model = build(Cut), _units(build(Cut))
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        (plain if m is plain else m.module).cut = step > 0 and r == (world_size - 1) * last
+        return m(batch(step, world_size)[r]).pow(2).mean()
+
+    train_beside(rank, world_size, model, plain, loss)
 
 
 class Spared(nn.Module):
@@ -119,7 +103,7 @@ def _roots_of_one_backward(
             optimizer.step()
             optimizer.zero_grad()
     for mine, truth in zip(roots, plain, strict=True):
-        _same(mine, truth)
+        assert_same(mine, truth)
 
 
 MIXED: list[Doors] = [(FSDP, None, fully_shard), (None, FSDP, None)]
@@ -189,7 +173,8 @@ def test_a_module_that_one_rank_goes_past() -> None:
                 assert re.search(r"backward through|end of backward", end), (doors, missed, end)
 
 
-def _dropped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_without_backward_leaves_nothing_old(rank: int, world_size: int) -> None:
     plain, model = build(Cut), _units(build(Cut))
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
     for step in range(3):
@@ -208,10 +193,6 @@ def _dropped(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model(xs[rank]), plain(xs[rank]))
 
 
-def test_a_forward_without_backward_leaves_nothing_old() -> None:
-    rank_pool(2).run(_dropped, 2)
-
-
 class Switched(nn.Module):
     """Two layers, of which one is used now and then."""
 
@@ -224,7 +205,9 @@ class Switched(nn.Module):
         return self.always(x) + self.sometimes(x) if self.both else self.always(x)
 
 
-def _left_out(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_a_whole_step_of_several_batches_leaves_out(rank: int, world_size: int) -> None:
+    """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer."""
     plain, model = build(Switched), FSDP(build(Switched))
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
     first, second = (torch.optim.SGD(m.parameters(), **options) for m in (plain, model))
@@ -239,15 +222,12 @@ def _left_out(rank: int, world_size: int) -> None:
             torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
         first.step()
         second.step()
-        _same(model, plain)
+        assert_same(model, plain)
 
 
-def test_a_layer_that_a_whole_step_of_several_batches_leaves_out() -> None:
-    """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer."""
-    rank_pool(2).run(_left_out, 2)
-
-
-def _stepped_too_early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused(rank: int, world_size: int) -> None:
+    """fairscale steps with nothing, silently: weight decay and counts of steps go on."""
     for shard in (FSDP, fully_shard):
         plain, model = build(Switched), build(Switched)
         model = shard(model)
@@ -264,18 +244,13 @@ def _stepped_too_early(rank: int, world_size: int) -> None:
             torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
         first.step()
         second.step()
-        _same(model, plain)
+        assert_same(model, plain)
         second.zero_grad()
         with sharded.no_sync():
             model(xs[rank]).pow(2).mean().backward()
         second.zero_grad()
         second.step()  # nothing to step with, and nothing left out
-        _same(model, plain)
-
-
-def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused() -> None:
-    """fairscale steps with nothing, silently: weight decay and counts of steps go on."""
-    rank_pool(2).run(_stepped_too_early, 2)
+        assert_same(model, plain)
 
 
 # ------------------------------------------------------------------ ranks that call in different orders

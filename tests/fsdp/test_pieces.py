@@ -20,7 +20,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from shardkit import FSDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.layout import Align, boxes_of
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
+from tests.training_checkpoints import programs
 
 
 def test_boxes_are_the_run() -> None:
@@ -42,19 +43,12 @@ def test_boxes_are_the_run() -> None:
     assert boxes_of((3, 4), 5, 0) == []
 
 
-class Model(nn.Module):
-    """Several dimensions, a scalar, a tied weight, a buffer, something frozen."""
+class Model(programs.Model):
+    """With a scalar."""
 
     def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.inner = nn.Sequential(nn.Conv1d(3, 5, 2), nn.BatchNorm1d(5))
-        self.words = nn.Linear(7, 5, bias=False)
-        self.tied = nn.Linear(7, 5)
-        self.tied.weight = self.words.weight
-        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        super().__init__(seed)
         self.scale = nn.Parameter(torch.rand(()))
-        self.register_buffer("hidden", torch.ones(2), persistent=False)
 
 
 def by_wrappers(model: Model, **options: Any) -> nn.Module:
@@ -133,7 +127,8 @@ def test_what_fsdp2_and_replicas_wrote(tmp_path: Path) -> None:
         rank_pool(3).run(_read, str(tmp_path / folder), wrap, None)
 
 
-def _no_values(rank: int) -> None:
+@on_ranks(2)
+def test_pieces_have_no_values_of_their_own(rank: int) -> None:
     model = by_wrappers(Model())
     pieces = sharding_of(model).sharded_state_dict()
     assert set(pieces) == set(Model().state_dict())
@@ -145,7 +140,3 @@ def _no_values(rank: int) -> None:
         empty = FSDP(nn.Linear(3, 3))
     with pytest.raises(ConfigurationError, match="has no values yet"):
         empty.sharded_state_dict()
-
-
-def test_pieces_have_no_values_of_their_own() -> None:
-    rank_pool(2).run(_no_values)

@@ -14,7 +14,7 @@ from shardkit.errors import LifecycleError
 from shardkit.fsdp.store import TRANSITIONS, State, Store
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 HALF = PrecisionPolicy(compute=torch.bfloat16)
 
@@ -96,7 +96,8 @@ def test_the_mode_is_a_class() -> None:
     assert rank_pool(2).run(_kinds) == [["Stored", "Stored", "Deferred"]] * 2
 
 
-def _failing(rank: int) -> None:
+@on_ranks(2)
+def test_what_a_failed_gathering_leaves_is_not_shown(rank: int) -> None:
     model = FSDP(build(_linears))
     xs = batch(0, 2)[rank]
     right = model(xs)
@@ -120,7 +121,3 @@ def _failing(rank: int) -> None:
         model.module[0].weight.sum().item()
     store._channel = channel
     torch.testing.assert_close(model(xs), right)
-
-
-def test_what_a_failed_gathering_leaves_is_not_shown() -> None:
-    rank_pool(2).run(_failing)

@@ -27,7 +27,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import shardkit
 from shardkit import PrecisionPolicy, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.pools import rank_pool
+from tests.beside import SGD, train_parts, whole
+from tests.pools import on_ranks
 
 UNEVEN = not issubclass(_StridedShard, Shard)  # this torch puts such parts together as they were
 
@@ -92,49 +93,25 @@ def _batch(step: int, part: int) -> torch.Tensor:
     return torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
 
 
-def _train(model: nn.Module, part: int, optimizer: Any, steps: range, clip: Any = None) -> list[float]:
-    norms = []
-    for step in steps:
-        optimizer.zero_grad()
-        for micro in range(2):
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(micro == 1)
-            model(_batch(2 * step + micro, part)).square().mean().backward()
-        norm = (clip or (lambda m: nn.utils.clip_grad_norm_(model.parameters(), m)))(0.05)
-        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-        optimizer.step()
-    return norms
-
-
 def _alone(hidden: int, parts: int, steps: range) -> tuple[Net, Any, list[float]]:
-    model, norms = Net(hidden), []
+    model = Net(hidden)
     optimizer = _adam(model)
-    for step in steps:
-        optimizer.zero_grad()
-        for micro in range(2 * parts):
-            (model(_batch(2 * step + micro // parts, micro % parts)).square().mean() / parts).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-        optimizer.step()
-    return model, optimizer, norms
+    return model, optimizer, train_parts(model, optimizer, range(parts), _batch, steps)
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
 
 
-def _whole(tensors: Any) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in dict(tensors).items()}
-
-
 def _same(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(_whole(found), _whole(wanted), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(whole(dict(found)), whole(dict(wanted)), rtol=1e-4, atol=1e-6)
 
 
 def _beside(rank: int, mesh: DeviceMesh, hidden: int, **options: Any) -> Net:
     """Trains in both libraries; the parts, their gradients and norms are FSDP2's, and the whole that of one process."""
     parts, part = mesh.size() // mesh["tp"].size(), rank // mesh["tp"].size()
     ours, theirs = (_sharded(hidden, mesh, by, **options) for by in (fully_shard, fsdp2))
-    norms = [_train(m, part, _adam(m), range(3)) for m in (ours, theirs)]
+    norms = [train_parts(m, _adam(m), [part], _batch, range(3)) for m in (ours, theirs)]
     one, _, wanted = _alone(hidden, parts, range(3))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert norms[0] == pytest.approx(wanted, rel=1e-5)
@@ -154,7 +131,8 @@ def _beside(rank: int, mesh: DeviceMesh, hidden: int, **options: Any) -> Net:
     return ours
 
 
-def _trained(rank: int) -> None:
+@on_ranks(4)
+def test_training_beside_fsdp2_and_one_process(rank: int) -> None:
     mesh = _mesh(2, 2)
     _beside(rank, mesh, 8, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     model = _beside(rank, mesh, 8)
@@ -164,7 +142,7 @@ def _trained(rank: int) -> None:
         weight.detach().fill_(2)
     with pytest.raises(LifecycleError, match=r"blocks\.0\.up\.weight"):
         weight + 1  # a DTensor that has no values now
-    assert (_whole(model.state_dict())["blocks.0.up.weight"] == 2).all()
+    assert (whole(model.state_dict())["blocks.0.up.weight"] == 2).all()
     for shape, hidden in (((2, 2), 10), ((1, 2, 2), 2)):  # rows of 5 in two, and 1 in two
         if UNEVEN:
             _beside(rank, _mesh(*shape), hidden)
@@ -173,11 +151,8 @@ def _trained(rank: int) -> None:
                 _sharded(hidden, _mesh(*shape), fully_shard)
 
 
-def test_training_beside_fsdp2_and_one_process() -> None:
-    rank_pool(4).run(_trained)
-
-
-def _exchanged(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_checkpoints_between_shapes_of_meshes(rank: int, tmp_path: Path) -> None:
     """Saved from one shape of mesh and loaded into others, by both libraries, with the optimizer's state."""
 
     def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -191,21 +166,17 @@ def _exchanged(rank: int, folder: str) -> None:
         optimizer = _adam(model)
         if step:
             into = state_of(model, optimizer)
-            dcp.load(into, checkpoint_id=f"{folder}/{step - 1}")
+            dcp.load(into, checkpoint_id=f"{tmp_path}/{step - 1}")
             set_state_dict(
                 model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"]
             )
         clip = sharding_of(model).clip_grad_norm_ if by is fully_shard else None
-        _train(model, mesh.get_local_rank(0) % 2, optimizer, range(step, step + 1), clip)
-        dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/{step}")
+        train_parts(model, optimizer, [mesh.get_local_rank(0) % 2], _batch, range(step, step + 1), clip)
+        dcp.save(state_of(model, optimizer), checkpoint_id=f"{tmp_path}/{step}")
     one, alone, _ = _alone(hidden, 2, range(4))
     _same(model.state_dict(), one.state_dict())
     moments = {n: optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
     _same(moments, {n: alone.state[p]["exp_avg"] for n, p in one.named_parameters()})
-
-
-def test_checkpoints_between_shapes_of_meshes(tmp_path: Path) -> None:
-    rank_pool(4).run(_exchanged, str(tmp_path))
 
 
 def _keep(layer: Any, *_: object) -> None:
@@ -245,16 +216,10 @@ def _in_other_ways(rank: int) -> None:
     model.to_empty(device="cpu")
     model.load_state_dict(Net(8).state_dict())
     clip = sharding_of(model).clip_grad_norm_  # torch's own takes DTensors of one mesh
-    norms = _train(model, part, torch.optim.SGD(model.parameters(), lr=0.1), range(2), clip)
-    one, norms_alone = Net(8), []
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        for micro in range(4):
-            (one(_batch(2 * step + micro // 2, micro % 2)).square().mean() / 2).backward()
-        norms_alone.append(nn.utils.clip_grad_norm_(one.parameters(), 0.05).item())
-        optimizer.step()
-    assert norms == pytest.approx(norms_alone, rel=1e-5)
+    norms = train_parts(model, SGD(model.parameters()), [part], _batch, range(2), clip)
+    one = Net(8)
+    truth = train_parts(one, SGD(one.parameters()), range(2), _batch, range(2))
+    assert norms == pytest.approx(truth, rel=1e-5)
     _same(model.named_parameters(), one.named_parameters())
 
 
@@ -281,10 +246,7 @@ def _refused(rank: int) -> None:
             refused()
 
 
-def _all_of_it(rank: int) -> None:
+@on_ranks(4)
+def test_other_ways_and_what_is_refused(rank: int) -> None:
     _in_other_ways(rank)
     _refused(rank)
-
-
-def test_other_ways_and_what_is_refused() -> None:
-    rank_pool(4).run(_all_of_it)

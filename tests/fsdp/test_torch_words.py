@@ -47,7 +47,8 @@ from shardkit import (
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.torch_words import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
-from tests.pools import rank_pool
+from tests.beside import assert_same, train_beside, whole
+from tests.pools import on_ranks
 
 
 class Dims(NamedTuple):
@@ -108,7 +109,8 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     )
 
 
-def _train(rank: int) -> None:
+@on_ranks(2)
+def test_a_script_for_torchs_changes_one_import(rank: int) -> None:
     flat, hybrid = meshes()
     kept = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     cases: list[dict[str, Any]] = [
@@ -139,18 +141,11 @@ def _train(rank: int) -> None:
             torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-5, atol=1e-7)  # type: ignore[attr-defined]
             for optimizer in optimizers:
                 optimizer.step()
-        torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+        assert_same(model, plain, rtol=0, atol=1e-6)
 
 
-def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() for k, v in state.items()}
-
-
-def test_a_script_for_torchs_changes_one_import() -> None:
-    rank_pool(2).run(_train)
-
-
-def _values(rank: int) -> None:
+@on_ranks(2)
+def test_values_between_steps(rank: int) -> None:
     """unshard, reshard, registered methods, dtypes of outputs; also in copies."""
     plain, model = Net(), as_in_torchtitan(Net())
     with pytest.raises(LifecycleError, match="summon_full_params"):
@@ -180,7 +175,7 @@ def _values(rank: int) -> None:
             result.backward()
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(whole.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+    assert_same(whole, plain, rtol=0, atol=1e-6)
     half = fully_shard(
         Net(),
         dtensors=False,
@@ -188,10 +183,6 @@ def _values(rank: int) -> None:
     )
     assert half(tokens(rank, 0)).dtype == torch.float32
     assert loss_of(half, rank, 0).item() != loss_of(plain, rank, 0).item()
-
-
-def test_values_between_steps() -> None:
-    rank_pool(2).run(_values)
 
 
 class Twice(Net):
@@ -202,22 +193,15 @@ class Twice(Net):
         return inner + self.output.bias * self.norm.weight.sum()
 
 
-def _own_calls(rank: int) -> None:
+@on_ranks(2)
+def test_a_forward_that_calls_its_own_module(rank: int) -> None:
     model, plain = as_in_torchtitan(Twice()), Twice()
     whole = fully_shard(Twice())
     for m in (model, whole):
         with torch.no_grad():
             torch.testing.assert_close(whole(tokens(rank, 0)), plain(tokens(rank, 0)), rtol=0, atol=1e-6)
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         truth = copy.deepcopy(plain)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(m, rank, step).backward()
-            optimizer.step()
-            truth.zero_grad()
-            torch.stack([loss_of(truth, r, step) for r in range(2)]).mean().backward()
-            torch.optim.SGD(truth.parameters(), lr=0.1).step()
-        torch.testing.assert_close(m.state_dict(), truth.state_dict(), rtol=0, atol=1e-6)
+        train_beside(rank, 2, m, truth, loss_of, steps=range(2))
     with pytest.raises(IndexError):
         whole(torch.full((1, 1), 99))
     torch.testing.assert_close(
@@ -225,11 +209,8 @@ def _own_calls(rank: int) -> None:
     )  # an error leaves nothing behind
 
 
-def test_a_forward_that_calls_its_own_module() -> None:
-    rank_pool(2).run(_own_calls)
-
-
-def _stages_1_and_2(rank: int) -> None:
+@on_ranks(2)
+def test_meshes_wherever_a_group_is_taken(rank: int) -> None:
     flat, hybrid = meshes()
     for mesh in (flat, hybrid):
         model, plain = Net(), Net()
@@ -240,15 +221,11 @@ def _stages_1_and_2(rank: int) -> None:
         scaler.step(optimizer)
         torch.stack([loss_of(plain, r, 0) for r in range(2)]).mean().backward()
         torch.optim.AdamW(plain.parameters(), lr=0.05, eps=1e-2).step()
-        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
+        assert_same(model, plain, rtol=0, atol=1e-6)
         wrapper = FSDP(Net(), mesh=mesh)
         assert sum(p.numel() for p in wrapper.parameters()) <= 1 + sum(
             p.numel() for p in plain.parameters()
         ) / (mesh.size(mesh.ndim - 1))
-
-
-def test_meshes_wherever_a_group_is_taken() -> None:
-    rank_pool(2).run(_stages_1_and_2)
 
 
 # ------------------------------------------------------------------------------------ torch.distributed.checkpoint
@@ -263,7 +240,8 @@ def _steps(model: Net, optimizer: torch.optim.Optimizer, ranks: list[int], steps
         optimizer.step()
 
 
-def _checkpoints(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_torchs_functions_for_state(rank: int, tmp_path: Path) -> None:
     """State of optimizers is that of one process, by names, to torch's functions; before the first step too."""
     model, plain = as_in_torchtitan(Net()), Net()
     optimizer, truth = adam(model), adam(plain)
@@ -279,7 +257,7 @@ def _checkpoints(rank: int, folder: str) -> None:
             torch.testing.assert_close(found[part], expected[part], rtol=0, atol=1e-6)
         assert found.get("param_groups") == expected.get("param_groups")
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path)
     whole = [copy.deepcopy(s) for s in get_state_dict(plain, truth)]
     _steps(plain, truth, [0, 1], range(2, 4))
     for given in (
@@ -293,7 +271,7 @@ def _checkpoints(rank: int, folder: str) -> None:
         if given is None:
             weights, state = get_state_dict(again, optimizer)
             loaded = {"model": weights, "optimizer": state}
-            dcp.load(loaded, checkpoint_id=folder)
+            dcp.load(loaded, checkpoint_id=tmp_path)
             set_state_dict(
                 again, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
             )
@@ -302,11 +280,7 @@ def _checkpoints(rank: int, folder: str) -> None:
             mine = {} if given.get("broadcast_from_rank0") and rank else copy.deepcopy(whole[1])
             set_optimizer_state_dict(again, optimizer, mine, options=StateDictOptions(**given))  # type: ignore[arg-type]
         _steps(again, optimizer, [rank], range(2, 4))
-        torch.testing.assert_close(again.state_dict(), plain.state_dict(), rtol=0, atol=1e-6)
-
-
-def test_torchs_functions_for_state(tmp_path: Path) -> None:
-    rank_pool(2).run(_checkpoints, str(tmp_path))
+        assert_same(again, plain, rtol=0, atol=1e-6)
 
 
 class Mixed(Net):
@@ -321,7 +295,8 @@ class Mixed(Net):
         return super().forward(tokens) * weights.mean(-1, keepdim=True)
 
 
-def _along_other_dimensions(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_parameters_cut_along_other_dimensions(rank: int, tmp_path: Path) -> None:
     """Parameters that are cut within their rows are trained and saved as those that are cut between them."""
 
     def place(p: nn.Parameter) -> Shard | None:
@@ -346,11 +321,11 @@ def _along_other_dimensions(rank: int, folder: str) -> None:
     with sharding_of(model).summon_full_params(writeback=True):
         model.layers[0][0].weight.detach().mul_(2)
     plain.layers[0][0].weight.detach().mul_(2)
-    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    assert_same(model, plain, rtol=0, atol=1e-6)
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/dcp")
-    dcp.save(sharding_of(model).sharded_state_dict(), checkpoint_id=f"{folder}/pieces")
-    save_training(f"{folder}/own", step=1, model=model, optimizer=optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{tmp_path}/dcp")
+    dcp.save(sharding_of(model).sharded_state_dict(), checkpoint_id=f"{tmp_path}/pieces")
+    save_training(f"{tmp_path}/own", step=1, model=model, optimizer=optimizer)
     kept = copy.deepcopy(optimizer.state_dict())
     for name, change in sharding_of(model).export(since=SentWeights()):
         made = torch.zeros(plain.get_parameter(name).shape)
@@ -363,24 +338,21 @@ def _along_other_dimensions(rank: int, folder: str) -> None:
         if way == "dcp":
             weights, state = get_state_dict(again, second)
             loaded = {"model": weights, "optimizer": state}
-            dcp.load(loaded, checkpoint_id=f"{folder}/dcp")
+            dcp.load(loaded, checkpoint_id=f"{tmp_path}/dcp")
             set_state_dict(again, second, model_state_dict=weights, optim_state_dict=loaded["optimizer"])
         elif way == "own":
-            restore_training(f"{folder}/own", model=again, optimizer=second)
+            restore_training(f"{tmp_path}/own", model=again, optimizer=second)
         else:
-            dcp.load(sharding_of(again).sharded_state_dict(), checkpoint_id=f"{folder}/pieces")
+            dcp.load(sharding_of(again).sharded_state_dict(), checkpoint_id=f"{tmp_path}/pieces")
             second.load_state_dict(kept)
         _steps(again, second, [rank], range(2, 4))
-        torch.testing.assert_close(whole(again.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+        assert_same(again, plain, rtol=0, atol=1e-6)
     with pytest.raises(ConfigurationError, match="'stack' is cut along a later dimension"):
         WholeParameters(model, torch.optim.AdamW, lr=0.1)
 
 
-def test_parameters_cut_along_other_dimensions(tmp_path: Path) -> None:
-    rank_pool(2).run(_along_other_dimensions, str(tmp_path))
-
-
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     flat, _ = meshes()
     elsewhere = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=flat))  # as torch 2.13 has it
     deep = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
@@ -426,12 +398,9 @@ def _refused(rank: int) -> None:
         register_fsdp_forward_method(model, "nothing")
 
 
-def test_what_has_no_counterpart_is_refused() -> None:
-    rank_pool(2).run(_refused)
-
-
 # ------------------------------------------------------------------------------------ as torch's FSDPModule
-def _has(rank: int) -> None:
+@on_ranks(1)
+def test_all_of_torchs_is_there(rank: int) -> None:
     """What this torch's users call and pass is known here; a newer torch that has more makes this fail."""
     names = [n for n, value in vars(FSDPModule).items() if callable(value) and n not in ("__new__", "_apply")]
     assert [n for n in names if n not in (*METHODS, "_get_fsdp_state")] == []
@@ -448,11 +417,8 @@ def _has(rank: int) -> None:
         assert type(sliced) is nn.Sequential
 
 
-def test_all_of_torchs_is_there() -> None:
-    rank_pool(1).run(_has)
-
-
-def _on_threads(rank: int) -> None:
+@on_ranks(1)
+def test_ranks_that_are_threads_of_torchs(rank: int) -> None:
     """As torch's own tests run: ranks are threads of one process, over a process group of theirs."""
     from torch.testing._internal.distributed import multi_threaded_pg as theirs
 
@@ -469,7 +435,7 @@ def _on_threads(rank: int) -> None:
                 fully_shard(part, mesh=mesh)
             loss_of(model, number, 0).backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-            torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+            assert_same(model, plain, rtol=0, atol=1e-6)
         except BaseException as error:
             failed.append(error)
             raise
@@ -491,10 +457,6 @@ def _on_threads(rank: int) -> None:
     assert not failed, failed
 
 
-def test_ranks_that_are_threads_of_torchs() -> None:
-    rank_pool(1).run(_on_threads)
-
-
 def gathers_of(model: nn.Module) -> list[str]:
     """Labels of all-gathers from now on."""
     heard: list[str] = []
@@ -503,7 +465,8 @@ def gathers_of(model: nn.Module) -> list[str]:
     return heard
 
 
-def _one_unit(rank: int) -> None:
+@on_ranks(2)
+def test_modules_that_are_one_unit(rank: int) -> None:
     """A list of modules is gathered once and reduced once; names are right wherever state is asked for."""
     model, plain = as_in_torchtitan(Net(), dtensors=True), Net()
     optimizers = [adam(m) for m in (model, plain)]
@@ -517,7 +480,7 @@ def _one_unit(rank: int) -> None:
         heard.clear()
     # each layer again in backward, and the words; the list, too, as long as nobody knows that it comes last
     assert counts == [5 + 5, 5 + 4, 5 + 4]
-    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    assert_same(model, plain, rtol=0, atol=1e-6)
     pieces = sharding_of(model).sharded_state_dict()
     assert set(pieces) == set(plain.state_dict())
     assert {n: v.shape for n, v in pieces.items()} == {n: v.shape for n, v in plain.state_dict().items()}
@@ -527,7 +490,7 @@ def _one_unit(rank: int) -> None:
     twin.load_state_dict(model.state_dict())
     for m, ranks in ((twin, [rank]), (plain, [0, 1])):
         _steps(m, torch.optim.SGD(m.parameters(), lr=0.1), ranks, range(3, 4))
-    torch.testing.assert_close(whole(twin.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    assert_same(twin, plain, rtol=0, atol=1e-6)
     model.double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     with torch.no_grad():
@@ -537,10 +500,6 @@ def _one_unit(rank: int) -> None:
     empty.to_empty(device="cpu")
     empty.load_state_dict(plain.state_dict())
     torch.testing.assert_close(empty(tokens(rank, 0)), plain(tokens(rank, 0)))
-
-
-def test_modules_that_are_one_unit() -> None:
-    rank_pool(2).run(_one_unit)
 
 
 class Chunked(Net):
@@ -564,7 +523,8 @@ class Chunked(Net):
         hidden.backward(inputs.grad)
 
 
-def _parts_accumulate(rank: int) -> None:
+@on_ranks(2)
+def test_units_that_accumulate_by_themselves(rank: int) -> None:
     for together in (True, False):
         model, plain = Chunked(), Chunked()
         if together:
@@ -588,7 +548,7 @@ def _parts_accumulate(rank: int) -> None:
                 plain.train_chunks(tokens(r, step), 0.5)
             for optimizer in optimizers:
                 optimizer.step()
-        torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+        assert_same(model, plain, rtol=0, atol=1e-6)
         model.output.set_requires_gradient_sync(False)
         model.train_chunks(tokens(rank, 0))
         model.output.set_requires_gradient_sync(False)
@@ -596,10 +556,6 @@ def _parts_accumulate(rank: int) -> None:
         loss.backward()
         with pytest.raises(LifecycleError, match="after a backward inside of no_sync"):
             optimizers[0].step()
-
-
-def test_units_that_accumulate_by_themselves() -> None:
-    rank_pool(2).run(_parts_accumulate)
 
 
 class Typed(nn.Module):
@@ -628,7 +584,8 @@ class Fielded(Typed):
         return Fields(super().forward(fields.x))
 
 
-def _small_words(rank: int) -> None:
+@on_ranks(2)
+def test_small_words_of_torchs(rank: int) -> None:
     half = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
     model: Any = fully_shard(Typed(), mp_policy=half)
     x = torch.randn(2, 4)
@@ -694,7 +651,8 @@ def _mean(value: torch.Tensor) -> torch.Tensor:
     return value / dist.get_world_size()
 
 
-def _kept(rank: int) -> None:
+@on_ranks(2)
+def test_memory_that_stays_after_backward(rank: int) -> None:
     """Memory that stays between backward and forward saves gathers, and never shows old values."""
     model, plain = as_in_torchtitan(Net(), dtensors=True), Net()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -709,9 +667,4 @@ def _kept(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert [len(part.split()) for part in " ".join(heard).split("|")] == [9, 4, 9, 4, 9, 4, 0]
-    torch.testing.assert_close(whole(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
-
-
-def test_small_words_of_torchs() -> None:
-    rank_pool(2).run(_small_words)
-    rank_pool(2).run(_kept)
+    assert_same(model, plain, rtol=0, atol=1e-6)

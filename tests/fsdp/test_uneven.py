@@ -18,10 +18,11 @@ import shardkit
 from shardkit import ConfigurationError, LifecycleError, ShardedDDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import RankFailedError
 from shardkit.torch_fsdp2 import fully_shard as torch_words
+from tests.beside import assert_same
 from tests.border.strategies import heard
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
-from tests.pools import rank_pool, run_once
+from tests.pools import on_ranks, rank_pool, run_once
 
 WIDTH = 13
 
@@ -98,9 +99,7 @@ def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighte
         for each in (optimizer, truth):
             each.step()
             each.zero_grad()
-    found = {n.removeprefix("module."): p for n, p in model.state_dict().items()}
-    found = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in found.items()}
-    torch.testing.assert_close(found, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+    assert_same(model, plain, rtol=1e-12, atol=1e-12)
 
 
 def _counts(world_size: int, seed: int) -> list[list[int]]:
@@ -140,7 +139,13 @@ def test_drawn_steps_on_simulated_ranks() -> None:
         rank_pool(2 + seed % 7, "simulated").run(_drawn_steps, seed)
 
 
-def _whole_parameters(rank: int) -> None:
+def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
+
+
+@on_ranks(2)
+def test_with_whole_parameters_clipping_and_a_loss_scale(rank: int) -> None:
     """An optimizer that needs whole matrices, and a loss scale."""
     plain, model = Net().float(), fully_shard(Net().float())
     optimizer = shardkit.WholeParameters(model, torch.optim.Adafactor, lr=0.05)
@@ -164,15 +169,6 @@ def _whole_parameters(rank: int) -> None:
     torch.testing.assert_close(
         dict(sharding_of(model).export()), dict(plain.state_dict()), rtol=1e-4, atol=1e-5
     )
-
-
-def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
-
-
-def test_with_whole_parameters_clipping_and_a_loss_scale() -> None:
-    rank_pool(2).run(_whole_parameters)
 
 
 def _costs(rank: int) -> list[float]:
@@ -199,7 +195,8 @@ def _two_backwards(call: Any) -> None:
     out.backward()
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
     model, _ = _sharded("FSDP")
     with pytest.raises(LifecycleError, match="1 calls of the model and 0 backwards"), shardkit.uneven(model):
         _loss(model, 0) + _loss(model, 0)
@@ -224,12 +221,8 @@ def _refused(rank: int) -> None:
     torch.testing.assert_close(found, [2 * g for g in expected])
 
 
-def test_what_is_refused() -> None:
-    rank_pool(2).run(_refused)
-    rank_pool(2).run(_refused_inside)
-
-
-def _refused_inside(rank: int) -> None:
+@on_ranks(2)
+def test_what_is_refused_inside(rank: int) -> None:
     model, _ = _sharded("FSDP")
     other = fully_shard(Net())
     for once in (False, True):
@@ -265,7 +258,9 @@ class Branches(nn.Module):
         return out
 
 
-def _in_parts(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "ShardedDDP"])
+@on_ranks(2)
+def test_steps_in_parts(rank: int, way: str) -> None:
     """One object for all steps, of two blocks each, through other parameters; autocast; ranks that evaluated before."""
     model: Any
     optimizer: Any
@@ -301,7 +296,8 @@ def _in_parts(rank: int, way: str) -> None:
             torch.testing.assert_close(value, plain.get_parameter(name), rtol=1e-9, atol=1e-9)
 
 
-def _on_its_own(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_meet_once_do_what_they_like(rank: int) -> None:
     """Ranks run other layers than others, evaluate, and train a second model; they meet once a step."""
     plain, found = Branches(), Branches()
     for each in (found.silent, *found.branches, found):
@@ -345,16 +341,8 @@ def _on_its_own(rank: int) -> None:
                 torch.testing.assert_close(value, truth.get_parameter(name), rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_that_meet_once_do_what_they_like() -> None:
-    rank_pool(2).run(_on_its_own)
-
-
-def test_steps_in_parts() -> None:
-    for way in ("FSDP", "fully_shard", "ShardedDDP"):
-        rank_pool(2).run(_in_parts, way)
-
-
-def _autocast(rank: int) -> None:
+@on_ranks(2)
+def test_a_first_forward_for_others_runs_under_their_autocast(rank: int) -> None:
     model = fully_shard(nn.Linear(WIDTH, WIDTH))
     with shardkit.uneven(model):
         if rank:
@@ -362,10 +350,6 @@ def _autocast(rank: int) -> None:
                 out = model(torch.ones(1, WIDTH, dtype=torch.bfloat16))
             out.sum().backward()
     assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
-
-
-def test_a_first_forward_for_others_runs_under_their_autocast() -> None:
-    rank_pool(2).run(_autocast)
 
 
 def _raises(rank: int, after: int) -> None:

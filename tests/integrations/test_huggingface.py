@@ -16,7 +16,7 @@ from torch import nn
 
 from shardkit import OSS, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError
-from tests.pools import free_port, rank_pool
+from tests.pools import free_port, on_ranks, rank_pool
 
 for library in ("transformers", "peft", "accelerate"):
     pytest.importorskip(
@@ -79,7 +79,7 @@ def _train(
         return results
 
 
-def on_ranks(
+def trained_on_ranks(
     make: Any, folder: Path, resume: Path | None = None, world: int = 2, **options: Any
 ) -> dict[str, Any]:
     found: dict[str, Any] = rank_pool(world).run(_train, free_port(), make, folder, resume, options)[0]
@@ -97,15 +97,15 @@ def test_trainer(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     one = in_one_process(llama, tmp_path / "one")
-    two = on_ranks(llama, tmp_path / "two")
+    two = trained_on_ranks(llama, tmp_path / "two")
     close(two, one)
     assert gap(LlamaForCausalLM.from_pretrained(tmp_path / "two").state_dict(), one["state"]) <= 1e-6
     files = [torch.load(tmp_path / name / "checkpoint-2" / "optimizer.pt") for name in ("one", "two")]
     torch.testing.assert_close(files[1], files[0], rtol=0, atol=1e-6)
     rest = {"state": one["state"], "eval": one["eval"], "history": one["history"]}
     close(in_one_process(llama, tmp_path / "a", tmp_path / "two" / "checkpoint-2"), rest)
-    close(on_ranks(llama, tmp_path / "b", tmp_path / "one" / "checkpoint-2"), rest)
-    close(on_ranks(llama, tmp_path / "c", tmp_path / "two" / "checkpoint-2", world=1), rest)
+    close(trained_on_ranks(llama, tmp_path / "b", tmp_path / "one" / "checkpoint-2"), rest)
+    close(trained_on_ranks(llama, tmp_path / "c", tmp_path / "two" / "checkpoint-2", world=1), rest)
 
 
 def tied() -> Any:
@@ -124,7 +124,7 @@ def test_what_trainers_are_told(tmp_path: Path) -> None:
     """Accumulation, recomputing, the best model, autocast; with tied weights."""
     for k, (options, tolerance) in enumerate(MORE):
         close(
-            on_ranks(tied, tmp_path / f"two{k}", **options),
+            trained_on_ranks(tied, tmp_path / f"two{k}", **options),
             in_one_process(tied, tmp_path / f"one{k}", **options),
             tolerance,
         )
@@ -135,12 +135,12 @@ def test_trainer_with_adapters(tmp_path: Path) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
     one = in_one_process(adapted, tmp_path / "one")
-    two = on_ranks(adapted, tmp_path / "two")
+    two = trained_on_ranks(adapted, tmp_path / "two")
     close(two, one)
     found = get_peft_model_state_dict(PeftModel.from_pretrained(llama(), tmp_path / "two"))
     truth = get_peft_model_state_dict(PeftModel.from_pretrained(llama(), tmp_path / "one"))
     assert gap(found, truth) <= 1e-6
-    close(on_ranks(adapted, tmp_path / "b", tmp_path / "one" / "checkpoint-2"), one)
+    close(trained_on_ranks(adapted, tmp_path / "b", tmp_path / "one" / "checkpoint-2"), one)
 
 
 # ------------------------------------------------------------------------------------ peft, by hand
@@ -150,19 +150,20 @@ def in_place(model: Any) -> Any:
     return fully_shard(model)
 
 
-def _adapters(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_adapters_of_models_in_place(rank: int, tmp_path: Path) -> None:
     from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
     model, truth = in_place(adapted()), adapted()
     train(model, truth, rank, 2)
     expected = get_peft_model_state_dict(truth)
     assert gap(get_peft_model_state_dict(model), expected) <= 1e-6
-    model.save_pretrained(folder / str(rank))
-    again = PeftModel.from_pretrained(llama(), folder / str(rank))
+    model.save_pretrained(tmp_path / str(rank))
+    again = PeftModel.from_pretrained(llama(), tmp_path / str(rank))
     assert gap(get_peft_model_state_dict(again), expected) <= 1e-6
     set_peft_model_state_dict(model, {n: v + 1 for n, v in expected.items()})
     assert gap(get_peft_model_state_dict(model), {n: v + 1 for n, v in expected.items()}) <= 1e-6
-    model.load_adapter(folder / str(rank), adapter_name="default")
+    model.load_adapter(tmp_path / str(rank), adapter_name="default")
     assert gap(get_peft_model_state_dict(model), expected) <= 1e-6
     with sharding_of(model).summon_full_params():
         model.merge_adapter()
@@ -170,12 +171,9 @@ def _adapters(rank: int, folder: Path) -> None:
     assert gap(model.state_dict(), truth.state_dict()) <= 1e-6
 
 
-def test_adapters_of_models_in_place(tmp_path: Path) -> None:
-    rank_pool(2).run(_adapters, tmp_path)
-
-
 # ------------------------------------------------------------------------------------ generate
-def _generate(rank: int) -> None:
+@on_ranks(2)
+def test_generate_with_ranks_of_different_lengths(rank: int) -> None:
     """Ranks have prompts of other lengths, and are through at other times."""
     from tests.border.test_libraries import sharded
 
@@ -205,11 +203,8 @@ def _generate(rank: int) -> None:
             assert torch.equal(found, expected)
 
 
-def test_generate_with_ranks_of_different_lengths() -> None:
-    rank_pool(2).run(_generate)
-
-
-def _translate(rank: int, port: int, folder: Path) -> None:
+@on_ranks(2)
+def test_generate_that_calls_parts_of_the_model(rank: int, port: int, tmp_path: Path) -> None:
     """An encoder is called without the model around it; while a Trainer evaluates, too."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
@@ -222,7 +217,7 @@ def _translate(rank: int, port: int, folder: Path) -> None:
 
     with Environment(rank, port):
         told = Seq2SeqTrainingArguments(
-            str(folder), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+            str(tmp_path), use_cpu=True, max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
             predict_with_generate=True, per_device_train_batch_size=2, per_device_eval_batch_size=3,
         )  # fmt: skip
         given = {"train_dataset": data(), "eval_dataset": data(6)}
@@ -239,10 +234,6 @@ def _translate(rank: int, port: int, folder: Path) -> None:
             found = model.eval().generate(prompt, max_new_tokens=3 + rank, num_beams=2)
             assert torch.equal(found, truth.eval().generate(prompt, max_new_tokens=3 + rank, num_beams=2))
         assert inspect.signature(trainer.model.generate) == inspect.signature(truth.generate)
-
-
-def test_generate_that_calls_parts_of_the_model(tmp_path: Path) -> None:
-    rank_pool(2).run(_translate, free_port(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------ accelerate
@@ -332,7 +323,8 @@ def test_accelerate(tmp_path: Path) -> None:
     assert gap({n.removeprefix("module."): v for n, v in found.items()}, truth_of(6)) <= 1e-6
 
 
-def _refused(rank: int, port: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, port: int, tmp_path: Path) -> None:
     from shardkit.integrations.huggingface import ShardkitPlugin
 
     with Environment(rank, port):
@@ -352,15 +344,11 @@ def _refused(rank: int, port: int, folder: Path) -> None:
         prepared = accelerator.prepare(made)
         with pytest.raises(ConfigurationError, match="of 1 parameters, this optimizer has 4"):
             prepared.load_state_dict(torch.optim.AdamW([torch.ones(1)]).state_dict())
-        trainer = trainer_of(in_place(llama()), folder, 2)  # nobody told it
+        trainer = trainer_of(in_place(llama()), tmp_path, 2)  # nobody told it
         if rank == 0:
             with pytest.raises(ConfigurationError, match=r"ShardkitPlugin\(\).attach\(trainer\)"):
                 trainer.save_model()
         _accelerator()
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    rank_pool(2).run(_refused, free_port(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------ FSDP2's place

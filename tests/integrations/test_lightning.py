@@ -23,7 +23,7 @@ from lightning import LightningModule  # noqa: E402
 from shardkit import WholeParameters, sharding_of  # noqa: E402
 from shardkit.errors import ConfigurationError  # noqa: E402
 from tests.border.test_libraries import Environment  # noqa: E402
-from tests.pools import free_port, rank_pool  # noqa: E402
+from tests.pools import free_port, on_ranks, rank_pool  # noqa: E402
 
 
 class Block(nn.Module):
@@ -174,7 +174,7 @@ def _fit(
         return found
 
 
-def on_ranks(folder: Path, make: Any = Classifier, resume: Path | None = None, **options: Any) -> Any:
+def on_two_ranks(folder: Path, make: Any = Classifier, resume: Path | None = None, **options: Any) -> Any:
     return rank_pool(2).run(_fit, 2, free_port(), folder, make, resume, options)[0]
 
 
@@ -190,14 +190,14 @@ def close(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
 
 def test_trainer(tmp_path: Path) -> None:
     """Its checkpoints are those of one process: each goes on with the other's."""
-    one, two = in_one_process(tmp_path / "1"), on_ranks(tmp_path / "2")
+    one, two = in_one_process(tmp_path / "1"), on_two_ranks(tmp_path / "2")
     close(two, one)
     files = [torch.load(tmp_path / k / "last.ckpt", weights_only=True) for k in ("1", "2")]
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         torch.testing.assert_close(files[1][part], files[0][part], rtol=0, atol=1e-6)
     further = in_one_process(tmp_path / "3", resume=tmp_path / "1" / "last.ckpt", max_epochs=4)
     close(in_one_process(tmp_path / "4", resume=tmp_path / "2" / "last.ckpt", max_epochs=4), further)
-    close(on_ranks(tmp_path / "5", resume=tmp_path / "1" / "last.ckpt", max_epochs=4), further)
+    close(on_two_ranks(tmp_path / "5", resume=tmp_path / "1" / "last.ckpt", max_epochs=4), further)
 
 
 def test_what_trainers_are_told(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_what_trainers_are_told(tmp_path: Path) -> None:
     ]
     for k, (make, options, tolerance) in enumerate(cases):
         one = in_one_process(tmp_path / f"1{k}", make, **options)
-        close(on_ranks(tmp_path / f"2{k}", make, **options), one, tolerance)
+        close(on_two_ranks(tmp_path / f"2{k}", make, **options), one, tolerance)
 
 
 # ------------------------------------------------------------------------------------ Fabric
@@ -284,16 +284,13 @@ class OfItsOwn(Adversaries):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-def _refused(rank: int, port: int, folder: Path) -> None:
+@on_ranks(2)
+def test_manual_optimization_of_own_parameters_is_refused(rank: int, port: int, tmp_path: Path) -> None:
     from shardkit.integrations.lightning import ShardkitStrategy
 
     with Environment(rank, port):
         with pytest.raises(ConfigurationError, match=r"optimizes manually .*\(scale\)"):
-            trainer_of(2, folder, ShardkitStrategy(), max_epochs=1).fit(OfItsOwn(), loader(rank, 2))
+            trainer_of(2, tmp_path, ShardkitStrategy(), max_epochs=1).fit(OfItsOwn(), loader(rank, 2))
         module = Adversaries()
-        trainer_of(2, folder, ShardkitStrategy(), max_epochs=1).fit(module, loader(rank, 2))
+        trainer_of(2, tmp_path, ShardkitStrategy(), max_epochs=1).fit(module, loader(rank, 2))
         assert sharding_of(module.one.blocks[0]) is not None
-
-
-def test_manual_optimization_of_own_parameters_is_refused(tmp_path: Path) -> None:
-    rank_pool(2).run(_refused, free_port(), tmp_path)

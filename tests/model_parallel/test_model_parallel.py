@@ -22,7 +22,7 @@ from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchErro
 from shardkit.model_parallel import groups, layers, regions
 from shardkit.model_parallel.groups import VocabUtility, split_tensor_along_last_dim
 from tests.llama import ParallelLayers, PlainLayers, Size, Transformer, load_part, part_of
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 WORLD = 4
 sizes = pytest.mark.parametrize("size", [1, 2, 4])
@@ -86,7 +86,36 @@ def test_grid_of_8_ranks() -> None:
     assert made.data == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def _groups(rank: int) -> None:
+def _shares_sequences(rank: int) -> None:
+    """Two parts of a model, and two ranks for the halves of each sequence, have the gradients of one process."""
+    import torch.distributed as dist
+
+    sequences = torch.randn(3, 6, 4, dtype=torch.double)  # [B, T, D]
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    up = mp.ColumnParallelLinear(4, 8, gather_output=False).double()
+    down = mp.RowParallelLinear(8, 4, input_is_parallel=True).double()
+    part = slice(mp.get_model_parallel_rank() * 4, mp.get_model_parallel_rank() * 4 + 4)
+    with torch.no_grad():
+        up.weight.copy_(plain[0].weight[part])
+        up.bias.copy_(plain[0].bias[part])
+        down.weight.copy_(plain[2].weight[:, part])
+        down.bias.copy_(plain[2].bias)
+    plain(sequences).square().mean().backward()
+    first = mp.get_context_parallel_rank() * 3
+    down(torch.tanh(up(sequences[:, first : first + 3]))).square().mean().backward()
+    want = (
+        plain[0].weight.grad[part],
+        plain[0].bias.grad[part],
+        plain[2].weight.grad[:, part],
+        plain[2].bias.grad,
+    )
+    for param, grad in zip((up.weight, up.bias, down.weight, down.bias), want, strict=True):
+        dist.all_reduce(param.grad, group=mp.get_context_parallel_group())
+        assert_close(param.grad / mp.get_context_parallel_world_size(), grad)
+
+
+@on_ranks(WORLD)
+def test_groups(rank: int) -> None:
     import torch.distributed as dist
 
     assert not mp.model_parallel_is_initialized()
@@ -122,39 +151,8 @@ def _groups(rank: int) -> None:
         _shares_sequences(rank)
 
 
-def _shares_sequences(rank: int) -> None:
-    """Two parts of a model, and two ranks for the halves of each sequence, have the gradients of one process."""
-    import torch.distributed as dist
-
-    sequences = torch.randn(3, 6, 4, dtype=torch.double)  # [B, T, D]
-    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    up = mp.ColumnParallelLinear(4, 8, gather_output=False).double()
-    down = mp.RowParallelLinear(8, 4, input_is_parallel=True).double()
-    part = slice(mp.get_model_parallel_rank() * 4, mp.get_model_parallel_rank() * 4 + 4)
-    with torch.no_grad():
-        up.weight.copy_(plain[0].weight[part])
-        up.bias.copy_(plain[0].bias[part])
-        down.weight.copy_(plain[2].weight[:, part])
-        down.bias.copy_(plain[2].bias)
-    plain(sequences).square().mean().backward()
-    first = mp.get_context_parallel_rank() * 3
-    down(torch.tanh(up(sequences[:, first : first + 3]))).square().mean().backward()
-    want = (
-        plain[0].weight.grad[part],
-        plain[0].bias.grad[part],
-        plain[2].weight.grad[:, part],
-        plain[2].bias.grad,
-    )
-    for param, grad in zip((up.weight, up.bias, down.weight, down.bias), want, strict=True):
-        dist.all_reduce(param.grad, group=mp.get_context_parallel_group())
-        assert_close(param.grad / mp.get_context_parallel_world_size(), grad)
-
-
-def test_groups() -> None:
-    run(_groups)
-
-
-def _refused_sizes(rank: int) -> None:
+@on_ranks(WORLD)
+def test_refused_sizes(rank: int) -> None:
     refused(ConfigurationError, "4 is not divisible by 3", lambda: mp.initialize_model_parallel(3))
     refused(
         AssertionError,
@@ -192,10 +190,6 @@ def _refused_sizes(rank: int) -> None:
         )
 
 
-def test_refused_sizes() -> None:
-    run(_refused_sizes)
-
-
 def test_before_torch_distributed() -> None:
     refused(LifecycleError, "init_process_group", lambda: mp.initialize_model_parallel(1))
     assert not mp.model_parallel_is_initialized()
@@ -212,7 +206,9 @@ def test_partition() -> None:
 
 
 # ------------------------------------------------------------------------------------------ regions
-def _regions(rank: int, size: int) -> None:
+@sizes
+@on_ranks(WORLD)
+def test_regions(rank: int, size: int) -> None:
     with parallel(size) as (part, parts):
         whole = torch.randn(3, 8, dtype=torch.float64)
         noise = torch.randn(parts, 3, 8, dtype=torch.float64)
@@ -261,11 +257,8 @@ def _regions(rank: int, size: int) -> None:
 
 
 @sizes
-def test_regions(size: int) -> None:
-    run(_regions, size)
-
-
-def _gradients_of_gradients(rank: int, size: int) -> None:
+@on_ranks(WORLD)
+def test_gradients_of_gradients(rank: int, size: int) -> None:
     """sum over ranks of f(part) for the whole of it, f(x) = x**3: its second derivative is 6 x."""
     with parallel(size):
         whole = torch.randn(8, dtype=torch.float64, requires_grad=True)
@@ -277,21 +270,10 @@ def _gradients_of_gradients(rank: int, size: int) -> None:
         assert_close(second, 6 * whole)
 
 
-@sizes
-def test_gradients_of_gradients(size: int) -> None:
-    run(_gradients_of_gradients, size)
-
-
 # ------------------------------------------------------------------------------------------ layers
 LINEARS = [
     *itertools.product(("column", "row"), (True, False), (True, False), (torch.float64, torch.bfloat16))
 ]
-
-
-def _linears(rank: int, size: int) -> None:
-    with parallel(size) as (part, parts):
-        for options in LINEARS:
-            _linear(part, parts, *options)
 
 
 def _linear(part: int, parts: int, kind: str, bias: bool, whole_io: bool, dtype: torch.dtype) -> None:
@@ -326,8 +308,11 @@ def _linear(part: int, parts: int, kind: str, bias: bool, whole_io: bool, dtype:
 
 
 @sizes
-def test_linear(size: int) -> None:
-    run(_linears, size)
+@on_ranks(WORLD)
+def test_linear(rank: int, size: int) -> None:
+    with parallel(size) as (part, parts):
+        for options in LINEARS:
+            _linear(part, parts, *options)
 
 
 def _start_values(rank: int, size: int) -> list[torch.Tensor]:
@@ -362,7 +347,8 @@ def test_start_values_do_not_depend_on_the_size() -> None:
                 assert torch.equal(value, expected), size
 
 
-def _strided(rank: int) -> None:
+@on_ranks(WORLD)
+def test_stride(rank: int) -> None:
     """With stride 3 a rank's part is a piece of each third."""
     with parallel(2) as (part, parts):
         weight = torch.empty(6, 2)
@@ -370,10 +356,6 @@ def _strided(rank: int) -> None:
         assert whole is not None
         thirds = whole.view(3, parts, 2, 2)
         assert torch.equal(weight, thirds[:, part].reshape(6, 2))
-
-
-def test_stride() -> None:
-    run(_strided)
 
 
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -386,12 +368,6 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "norm 1": {"max_norm": 1.5, "norm_type": 1.0},
     "largest": {"max_norm": 0.5, "norm_type": float("inf")},
 }
-
-
-def _embeddings(rank: int, size: int, kind: str) -> None:
-    with parallel(size) as (part, parts):
-        for options in EMBEDDINGS.values():
-            _embedding(part, parts, kind, options)
 
 
 def _embedding(part: int, parts: int, kind: str, options: dict[str, Any]) -> None:
@@ -416,17 +392,14 @@ def _embedding(part: int, parts: int, kind: str, options: dict[str, Any]) -> Non
 
 @sizes
 @pytest.mark.parametrize("kind", ["vocab", "columns"])
-def test_embedding(size: int, kind: str) -> None:
-    run(_embeddings, size, kind)
+@on_ranks(WORLD)
+def test_embedding(rank: int, size: int, kind: str) -> None:
+    with parallel(size) as (part, parts):
+        for options in EMBEDDINGS.values():
+            _embedding(part, parts, kind, options)
 
 
 # ------------------------------------------------------------------------------------------ cross entropy
-def _cross_entropies(rank: int, size: int) -> None:
-    with parallel(size) as (part, parts):
-        for shape in ((5,), (2, 3), ()):
-            _cross_entropy(part, parts, shape)
-
-
 def _cross_entropy(part: int, parts: int, shape: tuple[int, ...]) -> None:
     whole = (torch.randn(*shape, 12, dtype=torch.float64) * 30).requires_grad_()
     target = torch.randint(12, shape)
@@ -447,12 +420,17 @@ def _cross_entropy(part: int, parts: int, shape: tuple[int, ...]) -> None:
 
 
 @sizes
-def test_cross_entropy(size: int) -> None:
-    run(_cross_entropies, size)
+@on_ranks(WORLD)
+def test_cross_entropy(rank: int, size: int) -> None:
+    with parallel(size) as (part, parts):
+        for shape in ((5,), (2, 3), ()):
+            _cross_entropy(part, parts, shape)
 
 
 # ------------------------------------------------------------------------------------------ a model
-def _model(rank: int, size: int) -> None:
+@sizes
+@on_ranks(WORLD)
+def test_llama(rank: int, size: int) -> None:
     with parallel(size) as (part, parts):
         plain = Transformer(Size(), PlainLayers).double()
         model = Transformer(Size(), ParallelLayers(layers), parts).double()
@@ -471,12 +449,8 @@ def _model(rank: int, size: int) -> None:
                 assert_close(p, part_of(name, parameters[name], part, parts), msg=name)
 
 
-@sizes
-def test_llama(size: int) -> None:
-    run(_model, size)
-
-
-def _compiled(rank: int) -> None:
+@on_ranks(WORLD)
+def test_compiled(rank: int) -> None:
     with parallel(2):
         model: Any = nn.Sequential(
             mp.ColumnParallelLinear(8, 12, gather_output=False), nn.GELU(),
@@ -487,10 +461,6 @@ def _compiled(rank: int) -> None:
         compiled = torch.compile(model, backend="aot_eager")
         found = torch.autograd.grad(compiled(x).pow(2).sum(), list(model.parameters()))
         assert_close(found, truth)
-
-
-def test_compiled() -> None:
-    run(_compiled)
 
 
 # ------------------------------------------------------------------------------------------ random numbers
@@ -531,7 +501,8 @@ def test_random() -> None:
     assert not set(draws[0]) & set(draws[1])
 
 
-def _checkpoint(rank: int) -> None:
+@on_ranks(WORLD)
+def test_checkpoint(rank: int) -> None:
     with parallel(2):
         mp.model_parallel_cuda_manual_seed(5)
         tracker = mp.get_cuda_rng_tracker()
@@ -572,11 +543,8 @@ def _checkpoint(rank: int) -> None:
         tracker.reset()
 
 
-def test_checkpoint() -> None:
-    run(_checkpoint)
-
-
-def _memory_of_layers(rank: int) -> None:
+@on_ranks(WORLD)
+def test_sums_of_layers_are_in_place(rank: int) -> None:
     """[Note: in place]: a layer's sums need no second tensor, and still nobody else's tensor changes."""
     with parallel(2):
         row = mp.RowParallelLinear(8, 6, bias=False, input_is_parallel=True)
@@ -597,7 +565,3 @@ def _memory_of_layers(rank: int) -> None:
         finally:
             regions.sum_over_ranks = original
         assert seen == [True, True]
-
-
-def test_sums_of_layers_are_in_place() -> None:
-    run(_memory_of_layers)

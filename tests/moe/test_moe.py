@@ -15,7 +15,7 @@ from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, OutOfStepError, RankMismatchError
 from shardkit.model_parallel.moe import top2gating
 from shardkit.nn.moe import MOELayer, Top2Gate
-from tests.pools import rank_pool, run_once
+from tests.pools import on_ranks, rank_pool, run_once
 
 
 def expert_of(number: int, dim: int, dtype: torch.dtype) -> nn.Module:
@@ -262,7 +262,8 @@ def test_a_group_of_some_ranks() -> None:
 
 
 # ------------------------------------------------------------------------------------------ wrong calls
-def _wrong(rank: int) -> None:
+@on_ranks(2)
+def test_wrong_calls(rank: int) -> None:
     def layer(experts: int = 2, local: int = 1) -> MOELayer:
         made = nn.ModuleList(expert_of(k, 4, torch.float32) for k in range(local))
         return MOELayer(gate_of(4, experts, torch.float32), made)
@@ -283,10 +284,6 @@ def _wrong(rank: int) -> None:
         MOELayer(gate_of(4, 2, torch.float32), nn.ModuleList())
     with pytest.raises(ConfigurationError, match="keep the shape"):
         MOELayer(gate_of(4, 2, torch.float32), nn.Linear(4, 3))(torch.ones(1, 4, 4))
-
-
-def test_wrong_calls() -> None:
-    rank_pool(2).run(_wrong)
 
 
 def _only_one_changes(rank: int) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from shardkit.backend import get_backend
 from shardkit.oss.placement import InSegments, OnEveryRank, OwnedParameters, placement_for
 from shardkit.oss.segments import FlatSegment
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 SHAPES = [(2, 3), (1,), (4,)]
 WORLD = 2
@@ -26,7 +26,8 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(value.clone()) for value in _numbered(1.0)]
 
 
-def _there_and_back(rank: int) -> None:
+@on_ranks((WORLD, "simulated"))
+def test_parameters_by_owner_and_back(rank: int) -> None:
     group = get_backend("simulated").group(None)
     for owners in itertools.product(range(WORLD), repeat=len(SHAPES)):
         params = _params()
@@ -47,11 +48,8 @@ def _there_and_back(rank: int) -> None:
             assert torch.equal(p.detach(), before + 100.0 * (owner + 1))
 
 
-def test_parameters_by_owner_and_back() -> None:
-    rank_pool(WORLD, "simulated").run(_there_and_back)
-
-
-def _mean(rank: int) -> None:
+@on_ranks((WORLD, "simulated"))
+def test_gradients_are_means_and_the_unused_are_known(rank: int) -> None:
     """Every combination of gradients that the ranks have, twice: without a step between they add up."""
     group = get_backend("simulated").group(None)
     owners = [0, 1, 1]
@@ -78,10 +76,6 @@ def _mean(rank: int) -> None:
                 )
                 filled = sum(p.numel() for p, owner in zip(params, owners, strict=True) if owner == rank)
                 assert torch.equal(used.used[:filled], marks[:filled] != 0)
-
-
-def test_gradients_are_means_and_the_unused_are_known() -> None:
-    rank_pool(WORLD, "simulated").run(_mean)
 
 
 class Unknown(torch.optim.Adam):

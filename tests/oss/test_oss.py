@@ -13,8 +13,9 @@ from torch import nn
 
 from shardkit.errors import OutOfStepError, RankMismatchError
 from shardkit.optim.oss import OSS
-from tests.pools import rank_pool, run_once
-from tests.scenarios import assert_same_parameters, batch
+from tests.beside import assert_same
+from tests.pools import on_ranks, rank_pool, run_once
+from tests.scenarios import batch
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
@@ -66,6 +67,15 @@ def averaged_backward(model: nn.Module, world_size: int, step: int) -> None:
         (model(batch(rank, step)).pow(2).mean() / world_size).backward()
 
 
+def step_both(
+    truth: tuple[nn.Module, Any], sharded: tuple[nn.Module, Any], world_size: int, step: int
+) -> None:
+    for model, optimizer in (truth, sharded):
+        optimizer.zero_grad()
+        averaged_backward(model, world_size, step)
+        optimizer.step()
+
+
 def _class(name: str) -> Any:
     return WholeNorm if name == "WholeNorm" else getattr(torch.optim, name)
 
@@ -77,11 +87,8 @@ def _steps(rank: int, world_size: int, name: str, options: dict[str, Any]) -> No
     plain = _class(name)(truth.parameters(), **copy.deepcopy(options))
     sharded = OSS(model.parameters(), _class(name), **copy.deepcopy(options))
     for step in range(4):
-        for m, o in ((truth, plain), (model, sharded)):
-            o.zero_grad()
-            averaged_backward(m, world_size, step)
-            o.step()
-        assert_same_parameters(model, truth, f"rank {rank} {name} step {step}")
+        step_both((truth, plain), (model, sharded), world_size, step)
+        assert_same(model, truth, f"rank {rank} {name} step {step}")
     whole = sharded.state_dict(all_ranks=True)
     expected = plain.state_dict()
     assert list(whole["state"]) == list(expected["state"])
@@ -100,7 +107,8 @@ def test_every_optimizer_of_torch(world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ groups, schedulers, hooks
-def _groups(rank: int, world_size: int) -> None:
+@on_ranks(2, 3, 4)
+def test_fairscale_named_parameters_and_groups(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = mlp()
     truth = copy.deepcopy(model)
@@ -124,22 +132,14 @@ def _groups(rank: int, world_size: int) -> None:
     seen: list[int] = []
     sharded.register_state_dict_post_hook(lambda _, d: seen.append(len(d["state"])))
     for step in range(3):
-        for m, o in ((truth, plain), (model, sharded)):
-            o.zero_grad()
-            averaged_backward(m, world_size, step)
-            o.step()
+        step_both((truth, plain), (model, sharded), world_size, step)
     assert calls == ["before", "after"] * 3
-    assert_same_parameters(model, truth, f"rank {rank}")
+    assert_same(model, truth, f"rank {rank}")
     whole = sharded.state_dict(all_ranks=True)
     assert calls[-1] == "state dict"
     assert seen == [6]
     assert whole["param_groups"][0]["param_names"] == ["0.weight", "0.bias"]
     assert whole["param_groups"][1]["params"] == [2, 3]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_fairscale_named_parameters_and_groups(world_size: int) -> None:
-    rank_pool(world_size, "gloo").run(_groups, world_size)
 
 
 class OfRank(torch.optim.SGD):
@@ -184,7 +184,7 @@ def _own_options(rank: int, world_size: int) -> None:
             assert [g["rank"] for g in sharded.optim.param_groups] == [rank, rank]
             sharded.param_groups[0]["rank"] = -rank
     assert sharded.optim.param_groups[0]["rank"] == -rank
-    assert_same_parameters(model, truth, f"rank {rank}")
+    assert_same(model, truth, f"rank {rank}")
 
 
 def _own_arguments(rank: int, world_size: int) -> None:
@@ -195,11 +195,8 @@ def _own_arguments(rank: int, world_size: int) -> None:
     plain = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
     assert sharded.optim.rank == rank  # type: ignore[attr-defined]
     for step in range(2):
-        for m, o in ((truth, plain), (model, sharded)):
-            o.zero_grad()
-            averaged_backward(m, world_size, step)
-            o.step()
-    assert_same_parameters(model, truth, f"rank {rank}")
+        step_both((truth, plain), (model, sharded), world_size, step)
+    assert_same(model, truth, f"rank {rank}")
     state = sharded.state_dict(all_ranks=True)
     assert state["param_groups"] == plain.state_dict()["param_groups"]
     sharded.load_state_dict(state)
@@ -225,7 +222,8 @@ def test_fairscale_arguments_of_each_rank(world: tuple[int, str]) -> None:
     rank_pool(*world).run(_own_options, world[0])
 
 
-def _schedulers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fairscale_one_cycle_and_cyclic_schedules(rank: int, world_size: int) -> None:
     def one_cycle(o: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10)
 
@@ -252,12 +250,8 @@ def _schedulers(rank: int, world_size: int) -> None:
                     averaged_backward(m, world_size, step)
                     o.step()
                     s.step()
-        assert_same_parameters(model, truth, make.__name__)
+        assert_same(model, truth, make.__name__)
         assert sharded.optim.param_groups[0]["lr"] is not None
-
-
-def test_fairscale_one_cycle_and_cyclic_schedules() -> None:
-    rank_pool(2, "gloo").run(_schedulers, 2)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -296,13 +290,10 @@ def _resume(rank: int, folder: str) -> None:
     owned = {p for g in optimizer.optim.param_groups for p in g["params"]}
     assert set(optimizer.optim.state) == owned, "a rank keeps the state of what it owns, and nothing else"
     for step in range(2, 4):
-        for m, o in ((truth, plain), (model, optimizer)):
-            o.zero_grad()
-            averaged_backward(m, 2, step)
-            o.step()
+        step_both((truth, plain), (model, optimizer), 2, step)
     torch.testing.assert_close(saved["optimizer"]["state"], unchanged, rtol=0, atol=0)  # the caller's dict
     assert optimizer.param_groups[0]["lr"] == 0.01
-    assert_same_parameters(model, truth, f"rank {rank} after resuming")
+    assert_same(model, truth, f"rank {rank} after resuming")
     torch.testing.assert_close(optimizer.state_dict(all_ranks=True)["state"], plain.state_dict()["state"])
 
 
@@ -313,7 +304,8 @@ def test_state_moves_between_world_sizes(wrote: int, reads: int, tmp_path: Any) 
     rank_pool(reads, "gloo").run(_resume, path)
 
 
-def _bad_states(rank: int) -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit(rank: int) -> None:
     model = mlp()
     optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
     with pytest.raises(ValueError, match="same param groups"):
@@ -324,12 +316,9 @@ def _bad_states(rank: int) -> None:
         optimizer.consolidate_state_dict(7)
 
 
-def test_states_that_do_not_fit() -> None:
-    rank_pool(2, "gloo").run(_bad_states)
-
-
 # ------------------------------------------------------------------ partition and what users read
-def _private(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_private_attributes_that_users_read(rank: int, world_size: int) -> None:
     model = mlp()
     optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.01)
     partition = optimizer.partition_parameters()
@@ -350,11 +339,8 @@ def _private(rank: int, world_size: int) -> None:
     torch.testing.assert_close(optimizer._all_states[rank]["state"], local["state"])
 
 
-def test_private_attributes_that_users_read() -> None:
-    rank_pool(2, "gloo").run(_private, 2)
-
-
-def _moved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_were_moved_after_construction(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = mlp()
     truth = copy.deepcopy(model)
@@ -363,15 +349,8 @@ def _moved(rank: int, world_size: int) -> None:
     for step in range(3):
         if step == 1:  # replaces every parameter's tensor, and with it the views of the flat buffer
             model.double().float()
-        for m, o in ((truth, plain), (model, sharded)):
-            o.zero_grad()
-            averaged_backward(m, world_size, step)
-            o.step()
-        assert_same_parameters(model, truth, f"step {step}")
-
-
-def test_parameters_that_were_moved_after_construction() -> None:
-    rank_pool(2, "gloo").run(_moved, 2)
+        step_both((truth, plain), (model, sharded), world_size, step)
+        assert_same(model, truth, f"step {step}")
 
 
 def _half_broadcast(rank: int) -> torch.Tensor:
@@ -394,7 +373,8 @@ def test_fairscale_broadcast_fp16_leaves_other_dtypes_alone() -> None:
     assert torch.equal(a, b)
 
 
-def _balanced(rank: int) -> None:
+@on_ranks(2)
+def test_balanced_partition(rank: int) -> None:
     from shardkit import OSS as CoreOSS
 
     params = [nn.Parameter(torch.zeros(n)) for n in (1, 1, 8, 8)]
@@ -404,23 +384,22 @@ def _balanced(rank: int) -> None:
     assert sum(p.numel() for p, r in zip(params, balanced, strict=True) if r == 0) == 9
 
 
-def test_balanced_partition() -> None:
-    rank_pool(2, "gloo").run(_balanced)
-
-
-def _defaults_of_another(rank: int) -> None:
+@on_ranks(2)
+def test_defaults_of_another_optimizer(rank: int) -> None:
     params = [nn.Parameter(torch.ones(n)) for n in (2, 3)]
     for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
         plain = kind(params, lr=0.1, weight_decay=0.2)
+        schedule = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
         optimizer = OSS(params=plain.param_groups, optim=kind, **plain.defaults)
         assert optimizer.optim.defaults == plain.defaults
+        schedule.optimizer = optimizer  # as Lightning 1.x puts it in the other one's place
+        for rate in (0.1, 0.05):
+            optimizer.step()
+            assert [g["lr"] for g in optimizer.optim.param_groups] == [rate]
+            schedule.step()
     for wrong in ({"no_such": 1}, {"decoupled_weight_decay": False}):
         with pytest.raises(TypeError, match="takes no argument"):
             OSS(params, torch.optim.AdamW, lr=0.1, **wrong)
-
-
-def test_defaults_of_another_optimizer() -> None:
-    rank_pool(2, "gloo").run(_defaults_of_another)
 
 
 def _cleared_alone(rank: int, ranks: int, how: str) -> list[str]:

@@ -15,7 +15,7 @@ from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.fsdp.state_dict import consolidate
 from shardkit.training.out_of_memory import is_out_of_memory
 from shardkit.types import StateDict
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 STEPS, RUNS_OUT = 5, 3
 
@@ -71,7 +71,9 @@ def test_shards_are_of_one_save_whichever_rank_has_left_a_step() -> None:
     assert consolidate(states, notes).keys() == nn.Sequential(_Part(), _Part()).state_dict().keys()
 
 
-def _new_buffers(rank: int, door: str) -> list[bool]:
+@pytest.mark.parametrize("door", ["fsdp", "ddp"])
+@on_ranks((2, "simulated"))
+def test_buffers_that_the_batch_made_go_with_it(rank: int, door: str) -> None:
     parts, model, _ = _made(door)
     skip = shardkit.SkipOutOfMemory(model)
     for step in range(STEPS):
@@ -81,12 +83,7 @@ def _new_buffers(rank: int, door: str) -> list[bool]:
             model(torch.ones(2, 3)).square().sum().backward()
         if skip.skipped:
             assert parts[0].seen is None
-    return [p.seen is not None for p in parts]
-
-
-@pytest.mark.parametrize("door", ["fsdp", "ddp"])
-def test_buffers_that_the_batch_made_go_with_it(door: str) -> None:
-    assert rank_pool(2, "simulated").run(_new_buffers, door) == [[True, False]] * 2
+    assert [p.seen is not None for p in parts] == [True, False]
 
 
 def _steps_inside(rank: int, door: str, first: int) -> tuple[int, str]:
@@ -123,7 +120,8 @@ def test_others_that_step_inside_for_the_first_time_are_out_of_step() -> None:
         assert said.startswith("OutOfStepError")
 
 
-def _others(rank: int) -> None:
+@on_ranks(2)
+def test_what_talks_to_other_ranks_beside_is_refused(rank: int) -> None:
     model = FSDP(nn.Linear(4, 4))
     beside = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(shardkit.ConfigurationError, match="DistributedDataParallel talks to other ranks"):
@@ -135,10 +133,6 @@ def _others(rank: int) -> None:
     with shardkit.SkipOutOfMemory(listed) as skip:
         listed(torch.ones(2, 4)).sum().backward()
     assert not skip.skipped
-
-
-def test_what_talks_to_other_ranks_beside_is_refused() -> None:
-    rank_pool(2).run(_others)
 
 
 def test_what_another_rank_has_said_is_not_this_ranks() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard, hybrid_groups
 from shardkit.training.out_of_memory import Shaped, forget_frames, is_out_of_memory
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 UNITS = 4
 WIDE = 130  # units of it travel by themselves, those of 5 columns together
@@ -263,7 +263,8 @@ def test_ranks_that_go_on_otherwise_than_before_are_out_of_step() -> None:
         assert said.startswith("OutOfStepError")
 
 
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_refusals(rank: int) -> None:
     def says(text: str, *models: nn.Module) -> None:
         with pytest.raises(shardkit.ConfigurationError, match=text):
             shardkit.SkipOutOfMemory(*models)
@@ -284,10 +285,6 @@ def _refused(rank: int) -> None:
     with skip, pytest.raises(shardkit.LifecycleError, match="entered already"), skip:
         pass
     assert not skip.skipped
-
-
-def test_refusals() -> None:
-    rank_pool(2).run(_refused)
 
 
 def _costs(rank: int, width: int) -> tuple[int, int]:
@@ -357,7 +354,8 @@ def test_the_step_is_freed_before_other_ranks_get_their_zeros() -> None:
     assert not any(first)
 
 
-def _complex_numbers(rank: int) -> bool:
+@on_ranks(2)
+def test_reductions_of_complex_numbers(rank: int) -> None:
     """Reductions of them are made of two calls, of which only the outer one is called again."""
     model = FSDP(nn.Linear(5, 3, dtype=torch.complex64))
     skip = shardkit.SkipOutOfMemory(model)
@@ -369,11 +367,7 @@ def _complex_numbers(rank: int) -> bool:
             outputs.abs().sum().backward()
         if skip.skipped:
             assert step == FIRST
-    return skip.skipped
-
-
-def test_reductions_of_complex_numbers() -> None:
-    assert rank_pool(2).run(_complex_numbers) == [False, False]
+    assert not skip.skipped
 
 
 def test_frames_that_an_error_came_through_are_forgotten() -> None:

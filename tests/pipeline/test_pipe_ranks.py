@@ -17,18 +17,14 @@ from shardkit.errors import LifecycleError, RankLostError, RankMismatchError
 from shardkit.model_parallel import groups
 from shardkit.nn.pipe import AsyncPipe, LazyModule
 from shardkit.nn.pipe.skip import pop, skippable, stash
-from tests.pools import free_port, rank_pool
+from tests.pools import free_port, on_ranks, rank_pool
 
 WORLD = 4
 assert_close = torch.testing.assert_close
 
 
 def run(program: Callable[..., Any], *args: Any) -> list[Any]:
-    return rank_pool(WORLD).run(_call, program, args)
-
-
-def _call(rank: int, program: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return program(*args)
+    return rank_pool(WORLD).run(program, *args)
 
 
 class Pair(nn.Module):
@@ -74,7 +70,7 @@ def truth(x: torch.Tensor, chunks: int) -> tuple[nn.Sequential, torch.Tensor]:
 
 
 # ------------------------------------------------------------------------------------------ training
-def train(balance: list[int], chunks: int, checkpoint: str, lazy: bool) -> None:
+def train(rank: int, balance: list[int], chunks: int, checkpoint: str, lazy: bool) -> None:
     pipe = make(balance, lazy=lazy, chunks=chunks, checkpoint=checkpoint)
     rank = dist.get_rank()
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1) if list(pipe.parameters()) else None
@@ -122,7 +118,8 @@ def test_training(balance: list[int], chunks: int, checkpoint: str, lazy: bool) 
     run(train, balance, chunks, checkpoint, lazy)
 
 
-def _facts() -> None:
+@on_ranks(WORLD)
+def test_what_an_async_pipe_is(rank: int) -> None:
     pipe, rank = make([3, 5]), dist.get_rank()
     if rank > 1:
         assert (len(pipe), pipe.partition, pipe.final_stage, list(pipe)) == (0, None, False, [])
@@ -145,11 +142,8 @@ def _facts() -> None:
             pipe.back_helper([])
 
 
-def test_what_an_async_pipe_is() -> None:
-    run(_facts)
-
-
-def _default_group() -> None:
+@on_ranks(WORLD)
+def test_the_pipeline_group_of_model_parallelism(rank: int) -> None:
     mp.initialize_model_parallel(1, pipeline_length=2)
     try:
         pipe = AsyncPipe(plain(), [4, 4], chunks=2)
@@ -163,11 +157,8 @@ def _default_group() -> None:
         mp.destroy_model_parallel()
 
 
-def test_the_pipeline_group_of_model_parallelism() -> None:
-    run(_default_group)
-
-
-def _batch_norms() -> None:
+@on_ranks(WORLD)
+def test_batch_norms(rank: int) -> None:
     norm = nn.BatchNorm1d(4)
     x = torch.arange(32.0).view(8, 4).sin()
     for deferred in (True, False):
@@ -187,10 +178,6 @@ def _batch_norms() -> None:
             norm.reset_running_stats()
 
 
-def test_batch_norms() -> None:
-    run(_batch_norms)
-
-
 # ------------------------------------------------------------------------------------------ refusals
 @skippable(stash=["s"])
 class Stash(nn.Module):
@@ -205,7 +192,8 @@ class Pop(nn.Module):
         return x + (yield pop("s"))
 
 
-def _refusals() -> None:
+@on_ranks(WORLD)
+def test_refusals(rank: int) -> None:
     group = dist.group.WORLD
     layer = nn.Linear(1, 1)
     for arguments, error, match in (
@@ -230,10 +218,6 @@ def _refusals() -> None:
             pipe([torch.ones(2)])
 
 
-def test_refusals() -> None:
-    run(_refusals)
-
-
 class Fails(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("on purpose")
@@ -250,7 +234,7 @@ class FailsBackward(nn.Module):
         return x
 
 
-def _failing(failing: type[nn.Module], place: int) -> tuple[str, str]:
+def _failing(rank: int, failing: type[nn.Module], place: int) -> tuple[str, str]:
     group = dist.new_group(list(range(WORLD)))  # what is on its way when ranks fail stays there
     layers = [failing() if i == place else nn.Linear(2, 2) for i in range(WORLD)]
     pipe = AsyncPipe(layers, [1] * WORLD, group=group, chunks=2)  # type: ignore[arg-type]
@@ -283,7 +267,7 @@ def test_a_rank_that_fails_in_backward(place: int) -> None:
         assert f"stage {place} of the pipeline failed: ZeroDivisionError: on purpose" in message
 
 
-def _modes_differ() -> str:
+def _modes_differ(rank: int) -> str:
     group = dist.new_group(list(range(WORLD)))
     pipe = (
         AsyncPipe([nn.Linear(2, 2) for _ in range(2)], [1, 1], group=group) if dist.get_rank() < 2 else None
@@ -304,7 +288,8 @@ def test_some_ranks_in_training_mode() -> None:
     )
 
 
-def _backward_twice() -> None:
+@on_ranks(WORLD)
+def test_backward_twice(rank: int) -> None:
     if dist.get_rank() < 2:
         pipe = AsyncPipe([nn.Linear(2, 2) for _ in range(2)], [1, 1], group=dist.group.WORLD)
         output = pipe(torch.randn(4, 2))
@@ -313,10 +298,6 @@ def _backward_twice() -> None:
             loss.backward(retain_graph=True)
             with pytest.raises(LifecycleError, match="once for each forward"):
                 loss.backward()
-
-
-def test_backward_twice() -> None:
-    run(_backward_twice)
 
 
 # ------------------------------------------------------------------------------------------ driven by one rank
@@ -345,7 +326,7 @@ class Module(nn.Module):
         return self.linear(x), x.argmax(1)
 
 
-def _driven(port: int) -> None:
+def _driven(rank: int, port: int) -> None:
     from torch.distributed import rpc
 
     from shardkit.nn import PipeRPCWrapper
@@ -402,7 +383,8 @@ def test_driven_by_one_rank() -> None:
     run(_driven, free_port())
 
 
-def _driven_early(port: int) -> None:
+@on_ranks(WORLD)
+def test_driven_by_a_rank_that_is_early(rank: int, port: int) -> None:
     """Rank 0 calls before the others' ``initialize_model_parallel`` has come back."""
     initialize = mp.initialize_model_parallel
 
@@ -418,8 +400,4 @@ def _driven_early(port: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mp, "initialize_model_parallel", late)
-        _driven(port)
-
-
-def test_driven_by_a_rank_that_is_early() -> None:
-    run(_driven_early, free_port())
+        _driven(rank, port)

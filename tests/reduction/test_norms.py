@@ -9,7 +9,7 @@ import torch
 
 from shardkit.backend import get_backend
 from shardkit.reduction.norms import Portion, clip_by_global_norm, combined, local_norm, norm_like
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 ORDERS = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0]
 WORLD = 3
@@ -22,7 +22,8 @@ def _gradients(rank: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def _clip(rank: int) -> None:
+@on_ranks((WORLD, "simulated"))
+def test_norms_of_every_order(rank: int) -> None:
     group = get_backend("simulated").group(None)
     like = torch.zeros((), dtype=torch.float64)
     for order in ORDERS:
@@ -38,21 +39,14 @@ def _clip(rank: int) -> None:
                 torch.testing.assert_close(clipped, before * factor)
 
 
-def test_norms_of_every_order() -> None:
-    rank_pool(WORLD, "simulated").run(_clip)
-
-
-def _not_finite(rank: int) -> None:
+@on_ranks((2, "simulated"))
+def test_an_overflow_of_one_rank_is_one_of_all(rank: int) -> None:
     group = get_backend("simulated").group(None)
     gradients = [torch.tensor([math.inf if rank == 0 else 1.0])]
     with pytest.raises(RuntimeError, match="total norm of order 2"):
         clip_by_global_norm(
             [Portion(gradients, (group,))], gradients, torch.zeros(()), 1.0, 2.0, error_if_nonfinite=True
         )
-
-
-def test_an_overflow_of_one_rank_is_one_of_all() -> None:
-    rank_pool(2, "simulated").run(_not_finite)
 
 
 @pytest.mark.parametrize("order", ORDERS)

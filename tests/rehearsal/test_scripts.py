@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import digits
 import shardkit
 from shardkit.errors import ConfigurationError
 from shardkit.tools.cli import main
 from shardkit.tools.rehearsal import rehearse, waiting
+from tests.pools import rank_pool
+from tests.rehearsal import hangs, trainings
+from tests.rehearsal.test_collectives import same
 from tests.started import program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -359,3 +365,60 @@ def test_other_ranks_run_while_one_waits_elsewhere(tmp_path: Path) -> None:
 
     report = rehearse(work, 2, timeout=30)
     assert report.results == [1, 1], str(report)
+
+
+# ------------------------------------------------------------ What would hang is named, with the lines of both ranks.
+PROGRAMS = [f for _, f in inspect.getmembers(hangs, inspect.isfunction) if f.__module__ == hangs.__name__]
+
+
+def lines_with(program: Callable[[int], None], mark: str) -> list[int]:
+    lines, first = inspect.getsourcelines(program)
+    return [first + k for k, line in enumerate(lines) if re.search(rf"#.*\b{mark}\b", line)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_both_places_are_named(program: Callable[[int], None]) -> None:
+    report = rehearse(program, 3, memory=False)
+    assert not report.is_good
+    assert report.hang is not None
+    for mark in ("here", "there"):
+        for line in lines_with(program, mark):
+            where = report.hang.what if program.__name__ != "exception_on_one_rank" else str(report)
+            assert f"hangs.py:{line}" in where, str(report)
+    assert set(report.hang.stands) == {0, 1, 2}
+
+
+def test_uneven_batches_are_seen_before_they_matter() -> None:
+    report = rehearse(hangs.one_rank_fewer_batches, 3, steps=1)
+    assert report.is_good
+    (text,) = report.uneven_batches()
+    assert "4 on ranks 0, 2, 3 on rank 1" in text
+
+
+# ------------ Trainings give the bits of processes over gloo; many ranks need little memory.
+WORLDS = pytest.mark.parametrize("world_size", [2, 3, 4])
+
+
+@WORLDS
+def test_digits_equal_gloo(world_size: int) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    images = digits.Split(torch.randn(128, 1, 8, 8, generator=drawn), torch.arange(128) % 10)
+    start = digits.Start(images, images, digits.DigitTransformer().state_dict())
+    arguments = (digits.STRATEGIES, world_size, start)
+    expected = rank_pool(world_size).run(trainings.digits, *arguments)
+    report = rehearse(lambda rank: trainings.digits(rank, *arguments), world_size, memory=False)
+    assert report.is_good, str(report)
+    assert report.results == expected
+
+
+def test_llama_equals_gloo() -> None:
+    """With three ranks: orders of sums matter, and shards are uneven. Processes import transformers for seconds."""
+    world_size = 3
+    pytest.importorskip("transformers")
+    strategies = ("fsdp", "ddp", "fsdp2")
+    expected = rank_pool(world_size).run(trainings.llama, strategies)
+    report = rehearse(lambda rank: trainings.llama(rank, strategies), world_size, memory=True)
+    assert report.is_good, str(report)
+    for rank in range(world_size):
+        for strategy, one, other in zip(strategies, expected[rank], report.results[rank], strict=True):
+            assert same(one, other), (rank, strategy)

@@ -10,7 +10,7 @@ import torch
 
 import shardkit
 from shardkit.launching import stopping
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 
 def _steps_until_stop(rank: int, seconds: float) -> tuple[int, int]:
@@ -39,28 +39,22 @@ def test_all_ranks_stop_at_the_same_step() -> None:
     assert collectives <= 8 < calls / 4  # a few at the start, then one a second
 
 
-def _alone(rank: int) -> bool:
+@on_ranks(2)
+def test_one_process(rank: int) -> None:
     asked = stopping._Stopping()
     asked.install()
     assert not asked.requested(None)
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # once more, and the process ends
-    return asked.requested(None)
+    assert asked.requested(None)
 
 
-def test_one_process() -> None:
-    assert rank_pool(2).run(_alone) == [True, True]
-
-
-def _own_handler(rank: int) -> bool:
+@on_ranks(2)
+def test_a_handler_of_the_programs_own_stays(rank: int) -> None:
     def mine(number: int, frame: object) -> None: ...
 
     signal.signal(signal.SIGTERM, mine)
     stopping._Stopping().install()
     kept = signal.getsignal(signal.SIGTERM) is mine
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return kept
-
-
-def test_a_handler_of_the_programs_own_stays() -> None:
-    assert rank_pool(2).run(_own_handler) == [True, True]
+    assert kept

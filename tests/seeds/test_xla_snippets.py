@@ -20,7 +20,7 @@ from shardkit.fsdp.state import clean
 from tests.backends.environments import environments
 from tests.benchmarks import xla_ddp_table
 from tests.benchmarks.xla_trainers import DDP, NATIVE
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.seeds.extract import SNIPPETS
 from tests.seeds.running import run, snippet
 
@@ -113,7 +113,10 @@ def test_fsdp_checkpoint_and_consolidation(
         assert torch.equal(value, state[key])
 
 
-def _fragments(rank: int, world_size: int) -> None:
+@pytest.mark.xla
+@pytest.mark.skipif(MISSING, reason="needs torch_xla")
+@on_ranks((2, "xla"))
+def test_process_group_and_ranks(rank: int, world_size: int) -> None:
     names = run(snippet("xla_imports"))
     names = run(snippet("xla_ranks"), xm=names["xm"])
     assert (names["new_rank"], names["world_size"]) == (rank, world_size)
@@ -122,12 +125,6 @@ def _fragments(rank: int, world_size: int) -> None:
     dist.all_reduce(total)
     assert total.tolist() == [3.0] * 3
     dist.destroy_process_group()
-
-
-@pytest.mark.xla
-@pytest.mark.skipif(MISSING, reason="needs torch_xla")
-def test_process_group_and_ranks() -> None:
-    rank_pool(2, "xla").run(_fragments, 2)
 
 
 @pytest.mark.xla

@@ -13,8 +13,9 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from tests.pools import rank_pool
-from tests.scenarios import assert_same_parameters, batch, compare, seeded, square_loss
+from tests.beside import assert_same
+from tests.pools import on_ranks, rank_pool
+from tests.scenarios import batch, compare, seeded, square_loss
 
 
 def _net() -> nn.Sequential:
@@ -44,16 +45,13 @@ def _steps(engine: Any) -> Iterator[str]:
         yield "frozen statistics"
 
 
-def _compare_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2, 3)
+def test_training_with_frozen_statistics(rank: int, world_size: int) -> None:
     compare(rank, world_size, _frozen_statistics, _steps)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training_with_frozen_statistics(world_size: int) -> None:
-    rank_pool(world_size, "gloo").run(_compare_frozen, world_size)
-
-
-def _evaluates(rank: int) -> str:
+@on_ranks(2)
+def test_evaluates_on_the_cpu_and_torch_refuses_training_there(rank: int) -> str:
     torch.manual_seed(rank)
     model = _net()
     model[1].running_mean.normal_()
@@ -68,10 +66,6 @@ def _evaluates(rank: int) -> str:
     return str(refused.value)
 
 
-def test_evaluates_on_the_cpu_and_torch_refuses_training_there() -> None:
-    rank_pool(2, "gloo").run(_evaluates)
-
-
 def _layer(group: Any) -> nn.SyncBatchNorm:
     return _wrapped(_net(), group)[0].module[1]
 
@@ -83,7 +77,8 @@ def _sum_over(layer: nn.SyncBatchNorm, rank: int) -> float:
     return total.item()
 
 
-def _gets_the_wrappers_group(rank: int) -> None:
+@on_ranks(3)
+def test_layers_get_the_wrappers_group(rank: int) -> None:
     torchs = dist.new_group([1, 2])
     ours = get_backend("gloo").group().new_group([1, 2])
     assert _sum_over(_layer(None), rank) == 111.0
@@ -99,20 +94,13 @@ def _gets_the_wrappers_group(rank: int) -> None:
     dist.barrier()
 
 
-def test_layers_get_the_wrappers_group() -> None:
-    rank_pool(3, "gloo").run(_gets_the_wrappers_group)
-
-
-def _on_ranks_without_torch_distributed(rank: int) -> None:
+@on_ranks((2, "simulated"))
+def test_ranks_without_torch_distributed_refuse_training(rank: int) -> None:
+    """torch's layer would become a plain BatchNorm there, and give other numbers without a word."""
     wrapped, _ = _wrapped(_net())
     wrapped.eval()(batch(rank, 0))
     with pytest.raises(shardkit.ConfigurationError, match="SyncBatchNorm '1' trains with a process group"):
         wrapped.train()(batch(rank, 0))
-
-
-def test_ranks_without_torch_distributed_refuse_training() -> None:
-    """torch's layer would become a plain BatchNorm there, and give other numbers without a word."""
-    rank_pool(2, "simulated").run(_on_ranks_without_torch_distributed)
 
 
 # ------------------------------------------------------------------ on CUDA devices
@@ -132,7 +120,7 @@ def _trains(rank: int, world_size: int) -> None:
         wrapped.zero_grad()
         wrapped(batch(rank, step, sizes[rank]).to(get_backend("cuda").device())).pow(2).mean().backward()
         optimizer.step()
-        assert_same_parameters(model, truth, f"rank {rank}, step {step}", 1e-5)
+        assert_same(model, truth, f"rank {rank}, step {step}", 1e-5)
 
 
 @pytest.mark.cuda

@@ -15,7 +15,7 @@ from shardkit.oss.exchange import SparseReducer
 from shardkit.oss.reducer import Reducer, plan_buckets
 from shardkit.policy import ReducePolicy
 from shardkit.torch_seams.hooks import BackwardState, GradientHooks
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 SHAPES, OWNERS = [(2, 2), (3,), ()], [0, 1, 0]
 WORLD = 2
@@ -46,7 +46,11 @@ def _weights(rank: int, step: int) -> list[torch.Tensor]:
     return [torch.full(shape, float(3 * rank + step + i + 1)) for i, shape in enumerate(SHAPES)]
 
 
-def _dense(rank: int, policy: ReducePolicy) -> None:
+@pytest.mark.parametrize(
+    "policy", [ReducePolicy(), ReducePolicy(bucket_numel=0), ReducePolicy(dtype=torch.bfloat16)], ids=str
+)
+@on_ranks((WORLD, "simulated"))
+def test_owners_have_means_of_what_any_rank_used(rank: int, policy: ReducePolicy) -> None:
     """Three backwards: reduced, kept back, and reduced with both added up."""
     for used in itertools.product(USED, repeat=WORLD):
         training = Training(
@@ -71,17 +75,11 @@ def _dense(rank: int, policy: ReducePolicy) -> None:
                     assert p.grad is None, (used, step, i)
 
 
-@pytest.mark.parametrize(
-    "policy", [ReducePolicy(), ReducePolicy(bucket_numel=0), ReducePolicy(dtype=torch.bfloat16)], ids=str
-)
-def test_owners_have_means_of_what_any_rank_used(policy: ReducePolicy) -> None:
-    rank_pool(WORLD, "simulated").run(_dense, policy)
-
-
 ROWS = [None, [], [0, 2], [2, 2, 4]]  # of an embedding, None: not used
 
 
-def _sparse(rank: int) -> None:
+@on_ranks((WORLD, "simulated"))
+def test_owners_have_means_of_sparse_rows(rank: int) -> None:
     for rows in itertools.product(ROWS, repeat=WORLD):
         for owner in range(WORLD):
             weight = nn.Parameter(torch.zeros(5, 3))
@@ -106,10 +104,6 @@ def _sparse(rank: int) -> None:
                     assert torch.equal(weight.grad.to_dense(), total)
                 else:
                     assert weight.grad is None
-
-
-def test_owners_have_means_of_sparse_rows() -> None:
-    rank_pool(WORLD, "simulated").run(_sparse)
 
 
 def test_buckets_hold_one_dtype_and_are_sent_as_they_fill() -> None:

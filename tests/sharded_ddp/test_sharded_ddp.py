@@ -18,8 +18,9 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import OutOfStepError
+from tests.beside import assert_same
 from tests.pools import rank_pool, run_once
-from tests.scenarios import assert_same_parameters, batch, batch_for, compare, square_loss
+from tests.scenarios import batch, batch_for, compare, square_loss
 
 pytestmark = pytest.mark.parametrize("world_size", [2, 3])
 
@@ -385,7 +386,7 @@ def _starts_from_rank_0(rank: int, sync: bool) -> None:
     reference = mlp()
     wrapped = ShardedDataParallel(model, OSS(model.parameters(), lr=0.1), sync_models_at_startup=sync)
     if sync:
-        assert_same_parameters(model, reference, f"rank {rank}")
+        assert_same(model, reference, f"rank {rank}")
     assert all(key.startswith("module.") for key in wrapped.state_dict())
     assert wrapped.to(torch.device("cpu")) is wrapped
     model.note = "of the module"
@@ -425,7 +426,7 @@ def _two(rank: int, ranks: int, how: str) -> str:
             oss.step()
             m.zero_grad()
     for model, truth in zip(models, truths, strict=True):
-        assert_same_parameters(model, truth, f"rank {rank}")
+        assert_same(model, truth, f"rank {rank}")
     return ""
 
 

@@ -20,7 +20,7 @@ from shardkit.tracing.recording import ClockReading, compare_clocks, on_rank_0
 from shardkit.tracing.timeline import of_events, read_events
 from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.tracing.trainings import SLOW, sharded, train
 
 PHASES = {
@@ -97,19 +97,16 @@ def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
 
 
 # ------------------------------------------------------------ clocks
-def _with_another_clock(rank: int) -> tuple[ClockReading, int]:
+@on_ranks(3)
+def test_clocks_that_differ_are_found_out(rank: int) -> None:
     before, ahead = recording.now, rank * 3_000_000_000
     recording.now = lambda: before() + ahead
     try:
-        return compare_clocks(backend_of_job().group(None)), ahead
+        reading = compare_clocks(backend_of_job().group(None))
     finally:
         recording.now = before
-
-
-def test_clocks_that_differ_are_found_out() -> None:
-    for reading, ahead in rank_pool(3).run(_with_another_clock):
-        assert abs(reading.ahead - ahead) <= reading.error
-        assert reading.error < 50e6
+    assert abs(reading.ahead - ahead) <= reading.error
+    assert reading.error < 50e6
 
 
 def test_clocks_that_drift_are_followed_between_readings() -> None:
@@ -162,31 +159,17 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     assert read_plan("steps=10:12,dir=a/b") == (range(10, 13), Path("a/b"))  # LAST is one of them
 
 
-def _wrong(rank: int) -> list[str]:
-    found = []
-    try:
-        with shardkit.trace("never.json", steps=range(4, 4)):
-            pass
-    except ConfigurationError as error:
-        found.append(str(error))
-    try:
-        with shardkit.trace("never.json", steps=range(1 + rank)):
-            pass
-    except RankMismatchError as error:
-        found.append(str(error))
-    try:
-        with shardkit.trace(f"{__file__}/trace.json"):
-            pass
-    except ConfigurationError as error:
-        found.append(str(error))
-    return found
-
-
-def test_ranks_that_trace_different_steps_hear_of_it() -> None:
-    for steps, mismatch, unwritable in rank_pool(2).run(_wrong):
-        assert "rank 0 can't write" in unwritable
-        assert "range(10, 12)" in steps
-        assert "rank 0: [0, 1]; rank 1: [0, 2]" in mismatch
+@on_ranks(2)
+def test_ranks_that_trace_different_steps_hear_of_it(rank: int) -> None:
+    wrong: list[tuple[Any, Any, str]] = [
+        ("never.json", range(4, 4), r"range\(10, 12\)"),
+        ("never.json", range(1 + rank), r"rank 0: \[0, 1\]; rank 1: \[0, 2\]"),
+        (f"{__file__}/trace.json", None, "rank 0 can't write"),
+    ]
+    for path, steps, text in wrong:
+        with pytest.raises((ConfigurationError, RankMismatchError), match=text):
+            with shardkit.trace(path, steps=steps):
+                pass
     assert not Path("never.json").exists()
 
 
@@ -238,15 +221,12 @@ def test_devices_have_a_track_and_waits_last_as_long_as_on_the_device(tmp_path: 
     assert analyse(of_events(read_events([tmp_path / "t.json"]))).exposed_us[0] > 5 * 1000
 
 
-def _afterwards(rank: int, path: str) -> list[str]:
-    train(rank, "sharded_ddp", "", 2, path, range(1))
+@on_ranks(2)
+def test_nothing_of_a_trace_is_left_in_later_steps(rank: int, tmp_path: Path) -> None:
+    train(rank, "sharded_ddp", "", 2, str(tmp_path / "t.json"), range(1))
     model, optimizer = sharded("fsdp", "")
     for _ in range(2):
         with CallCounter() as calls:
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
-    return [name for file, name in calls.by_function if "/shardkit/tracing/" in file]
-
-
-def test_nothing_of_a_trace_is_left_in_later_steps(tmp_path: Path) -> None:
-    assert rank_pool(2).run(_afterwards, str(tmp_path / "t.json")) == [[], []]
+    assert [name for file, name in calls.by_function if "/shardkit/tracing/" in file] == []

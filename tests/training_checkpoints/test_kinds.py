@@ -30,8 +30,8 @@ from shardkit.checkpoint import collecting
 from shardkit.errors import DamagedFileError, LifecycleError, UntrustedFileError
 from tests.file_mutations import peak_of
 from tests.fsdp_models import WIDTH, Tied, Transposed, Unused
-from tests.pools import rank_pool
-from tests.training_checkpoints.programs import assert_same, build, content, step
+from tests.pools import on_ranks, rank_pool
+from tests.training_checkpoints.programs import Place, assert_same, build, content, step
 
 
 def _train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
@@ -202,20 +202,7 @@ def test_torch_loads_it(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------ what is a rank's own
-class _Place:
-    """A loader that knows where it is."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class _Divides(_Place):
+class _Divides(Place):
     def load_rank_states(self, states: Any) -> None:
         self.state = [s["at"] for s in states]
 
@@ -238,9 +225,9 @@ def _own(rank: int, folder: str) -> list[list[float]]:
     extra = {"notes": [1, ("a", {2: 3})], "ema": {"x": {"y": torch.arange(3.0)}}, "empty": {}}
     shardkit.save(
         folder, model=model, optimizer=optimizer, scheduler=schedule, step=3, extra=extra,
-        loader=_Place({"at": rank, "next": (1, torch.ones(2))}),
+        loader=Place({"at": rank, "next": (1, torch.ones(2))}),
     )  # fmt: skip
-    after, place = _drawn(), _Place(None)
+    after, place = _drawn(), Place(None)
     fresh = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=0.1), [1, 3])
     found = shardkit.restore(folder, model=model, optimizer=optimizer, scheduler=fresh, loader=place)
     again = _drawn()
@@ -258,8 +245,8 @@ def _others(rank: int, folder: str) -> list[float]:
     shardkit.restore(folder, model=model, loader=divides, random_states=True)
     drawn = _drawn()
     assert divides.state == [0, 1]
-    with pytest.raises(ConfigurationError, match="_Place has no load_rank_states"):
-        shardkit.restore(folder, model=model, loader=_Place(None))
+    with pytest.raises(ConfigurationError, match="Place has no load_rank_states"):
+        shardkit.restore(folder, model=model, loader=Place(None))
     return drawn
 
 
@@ -272,28 +259,25 @@ def test_what_is_a_ranks_own(tmp_path: Path) -> None:
 
 def test_loaders_that_are_alike_go_to_all(tmp_path: Path) -> None:
     rank_pool(2).run(_alike, str(tmp_path))
-    place = _Place(None)
+    place = Place(None)
     shardkit.restore(tmp_path, model=nn.Linear(2, 2), loader=place)
     assert place.state == {"samples": 8}
 
 
 def _alike(rank: int, folder: str) -> None:
-    shardkit.save(folder, model=nn.Linear(2, 2), step=1, loader=_Place({"samples": 8}))
+    shardkit.save(folder, model=nn.Linear(2, 2), step=1, loader=Place({"samples": 8}))
 
 
 # ------------------------------------------------------------ refusals
-def _groups(rank: int, folder: str) -> None:
+@on_ranks(4)
+def test_parts_of_the_ranks(rank: int, tmp_path: Path) -> None:
     half = dist.new_group([0, 1]), dist.new_group([2, 3])
     model = FSDP(nn.Linear(4, 4), group=half[rank // 2])
     with pytest.raises(ConfigurationError, match=r"spread over ranks \[\d, \d\].*Pass group="):
-        shardkit.save(folder, model=model, step=1)
-    own = f"{folder}/{rank // 2}"
+        shardkit.save(tmp_path, model=model, step=1)
+    own = f"{tmp_path}/{rank // 2}"
     shardkit.save(own, model=model, step=1, group=half[rank // 2])
     assert shardkit.restore(own, model=model, group=half[rank // 2]).world_size == 2
-
-
-def test_parts_of_the_ranks(tmp_path: Path) -> None:
-    rank_pool(4).run(_groups, str(tmp_path))
 
 
 class _Odd(torch.optim.SGD):
@@ -303,40 +287,37 @@ class _Odd(torch.optim.SGD):
                 self.state[p]["rows"] = torch.ones(2)
 
 
-def _refused(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_what_is_refused(rank: int, tmp_path: Path) -> None:
     model = FSDP(nn.Linear(4, 4))
     optimizer = _Odd(model.parameters(), lr=0.1)
     optimizer.step()
     with pytest.raises(ConfigurationError, match=r"'rows' of the shard of weight.*WholeParameters"):
-        shardkit.save(folder, model=model, optimizer=optimizer, step=1)
+        shardkit.save(tmp_path, model=model, optimizer=optimizer, step=1)
     with model.summon_full_params(), pytest.raises(LifecycleError, match="summoned"):
-        shardkit.save(folder, model=model, step=1)
+        shardkit.save(tmp_path, model=model, step=1)
     with pytest.raises(ConfigurationError, match="none of the model's"):
-        shardkit.save(folder, model=nn.Linear(4, 4), optimizer=optimizer, step=1)
+        shardkit.save(tmp_path, model=nn.Linear(4, 4), optimizer=optimizer, step=1)
     with pytest.raises(ConfigurationError, match="no complete checkpoint"):
-        shardkit.restore(folder, model=model)
-    shardkit.save(folder, model=model, step=1)
+        shardkit.restore(tmp_path, model=model)
+    shardkit.save(tmp_path, model=model, step=1)
     with pytest.raises(ConfigurationError, match="saved without optimizer="):
-        shardkit.restore(folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        shardkit.restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError, match="saved without scheduler="):
-        shardkit.restore(folder, model=model, scheduler=_Place(None))
+        shardkit.restore(tmp_path, model=model, scheduler=Place(None))
     with pytest.raises(
         ConfigurationError, match=r"not in the checkpoint are 0\.bias.*not in the model are bias"
     ):
-        shardkit.restore(folder, model=nn.Sequential(nn.Linear(4, 4)))
+        shardkit.restore(tmp_path, model=nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(
         ConfigurationError, match=r"'model.weight' has shape \(4, 4\) in .* and \(4, 5\) here"
     ):
-        shardkit.restore(folder, model=FSDP(nn.Linear(5, 4)))
-    shardkit.save(folder, model=model, optimizer=torch.optim.AdamW(model.parameters()), step=2)
+        shardkit.restore(tmp_path, model=FSDP(nn.Linear(5, 4)))
+    shardkit.save(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), step=2)
     with pytest.raises(ConfigurationError, match=r"has options amsgrad, betas.*another class of optimizer"):
-        shardkit.restore(folder, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        shardkit.restore(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ConfigurationError, match="saved without ema="):
-        shardkit.restore(folder, ema=model)
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    rank_pool(2).run(_refused, str(tmp_path))
+        shardkit.restore(tmp_path, ema=model)
 
 
 def test_numbers_that_one_shard_can_not_have(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import shardkit
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 from tests.training_checkpoints.programs import build, content, step
 
 
@@ -41,52 +41,50 @@ class _Adversaries:
         return float(loss)
 
 
-def _adversaries(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_adversaries_go_on_to_the_bit(rank: int, tmp_path: Path) -> None:
     first = _Adversaries()
     for k in range(3):
         first.step(k)
-    shardkit.save(folder, step=3, **first.parts)
+    shardkit.save(tmp_path, step=3, **first.parts)
     expected = [first.step(k) for k in range(3, 6)]
     again = _Adversaries()
-    assert shardkit.restore(folder, **again.parts).step == 3
+    assert shardkit.restore(tmp_path, **again.parts).step == 3
     assert [again.step(k) for k in range(3, 6)] == expected
     one = _Adversaries()
     with pytest.raises(shardkit.ConfigurationError, match="has 1 param groups, and 2 in"):
-        shardkit.restore(folder, model=one.models, optimizer=one.optimizers[:1])
+        shardkit.restore(tmp_path, model=one.models, optimizer=one.optimizers[:1])
     before = one.schedulers[0].state_dict()
     for given, said in ((one.schedulers[:1], "a list of 1"), (one.schedulers[0], "one")):
         with pytest.raises(shardkit.ConfigurationError, match=f"scheduler= is {said}, .* with a list of 2"):
-            shardkit.restore(folder, model=one.models, scheduler=given)
+            shardkit.restore(tmp_path, model=one.models, scheduler=given)
     assert one.schedulers[0].state_dict() == before
-    shardkit.save(f"{folder}/single", step=3, scheduler=first.schedulers[0])
+    shardkit.save(f"{tmp_path}/single", step=3, scheduler=first.schedulers[0])
     with pytest.raises(shardkit.ConfigurationError, match=r"scheduler= is a list of 2, .* with one"):
-        shardkit.restore(f"{folder}/single", scheduler=one.schedulers)
+        shardkit.restore(f"{tmp_path}/single", scheduler=one.schedulers)
     with pytest.raises(shardkit.ConfigurationError, match="group 0 of the optimizer in"):
-        shardkit.restore(folder, model=one.models, optimizer=one.optimizers[::-1])
+        shardkit.restore(tmp_path, model=one.models, optimizer=one.optimizers[::-1])
     with pytest.raises(
         shardkit.ConfigurationError, match="optimizer is a object, expected a torch optimizer"
     ):
-        shardkit.save(folder, step=4, model=one.models, optimizer=object())  # type: ignore[call-overload]
+        shardkit.save(tmp_path, step=4, model=one.models, optimizer=object())  # type: ignore[call-overload]
     with pytest.raises(shardkit.ConfigurationError, match="optimizer 1 of the list has 'generator"):
-        shardkit.save(folder, step=4, model=one.models, optimizer=[one.optimizers[0]] * 2)
+        shardkit.save(tmp_path, step=4, model=one.models, optimizer=[one.optimizers[0]] * 2)
     for wrong in ("cosine", None):
         with pytest.raises(
             shardkit.ConfigurationError, match=f"is a {type(wrong).__name__} without state_dict"
         ):
-            shardkit.save(folder, step=4, model=one.models, scheduler=[wrong])  # type: ignore[list-item]
+            shardkit.save(tmp_path, step=4, model=one.models, scheduler=[wrong])  # type: ignore[list-item]
 
 
-def test_adversaries_go_on_to_the_bit(tmp_path: Path) -> None:
-    rank_pool(2).run(_adversaries, str(tmp_path))
-
-
-def _both_forms(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_it_is_what_torch_makes_of_a_list(rank: int, tmp_path: Path) -> None:
     model, optimizers = build("two_plain")
     step(model, optimizers, 0)
-    shardkit.save(folder, step=1, model=model, optimizer=optimizers)
+    shardkit.save(tmp_path, step=1, model=model, optimizer=optimizers)
     if rank == 0:
         _, theirs = get_state_dict(model, optimizers, options=StateDictOptions(cpu_offload=True))
-        ours = content(folder)["optimizer"]
+        ours = content(tmp_path)["optimizer"]
         assert ours["state"].keys() == theirs["state"].keys()
         for name, state in theirs["state"].items():
             for key, value in state.items():
@@ -94,10 +92,6 @@ def _both_forms(rank: int, folder: str) -> None:
         for mine, group in zip(ours["param_groups"], theirs["param_groups"], strict=True):
             assert mine["params"] == group["params"]
             assert mine["lr"] == group["lr"]
-
-
-def test_it_is_what_torch_makes_of_a_list(tmp_path: Path) -> None:
-    rank_pool(2).run(_both_forms, str(tmp_path))
 
 
 class _WithMore(torch.optim.SGD):
@@ -113,24 +107,22 @@ class _WithMore(torch.optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def _state_beside(rank: int, folder: str) -> int:
+@on_ranks((2, "simulated"))
+def test_what_an_optimizer_keeps_beside_is_not_lost(rank: int, tmp_path: Path) -> None:
     model = nn.ModuleDict({k: shardkit.fully_shard(nn.Linear(3, 3)) for k in "ab"})
     optimizers = [_WithMore(model["a"].parameters(), lr=0.1), torch.optim.Adam(model["b"].parameters())]
     optimizers[0].number = 7
-    shardkit.save(folder, step=1, model=model, optimizer=optimizers)
+    shardkit.save(tmp_path, step=1, model=model, optimizer=optimizers)
     fresh = [_WithMore(model["a"].parameters(), lr=0.1), optimizers[1]]
     with pytest.raises(shardkit.ConfigurationError, match="has number beside the state of parameters"):
-        shardkit.restore(folder, model=model, optimizer=fresh)
+        shardkit.restore(tmp_path, model=model, optimizer=fresh)
     fresh[0].number = 1
-    shardkit.restore(folder, model=model, optimizer=fresh)
-    return fresh[0].number
+    shardkit.restore(tmp_path, model=model, optimizer=fresh)
+    assert fresh[0].number == 7
 
 
-def test_what_an_optimizer_keeps_beside_is_not_lost(tmp_path: Path) -> None:
-    assert rank_pool(2, "simulated").run(_state_beside, str(tmp_path)) == [7, 7]
-
-
-def _averages(rank: int, folder: str) -> None:
+@on_ranks((2, "simulated"))
+def test_averages_of_adascale_come_back_from_a_list(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = shardkit.FSDP(nn.Sequential(shardkit.FSDP(nn.Linear(3, 3)), shardkit.FSDP(nn.Linear(3, 3))))
     first, second = (list(m.parameters()) for m in model.module)
@@ -144,15 +136,11 @@ def _averages(rank: int, folder: str) -> None:
         for optimizer in trained:
             optimizer.step()
             optimizer.zero_grad()
-    shardkit.save(folder, step=3, model=model, optimizer=trained)
+    shardkit.save(tmp_path, step=3, model=model, optimizer=trained)
     expected = trained[0].state_dict()["state"]["adascale"]
     trained[0].unhook()  # type: ignore[attr-defined]
     again = build()
-    shardkit.restore(folder, model=model, optimizer=again)
+    shardkit.restore(tmp_path, model=model, optimizer=again)
     found = again[0].state_dict()["state"]["adascale"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) and bool(value.any()) for name, value in expected.items())
-
-
-def test_averages_of_adascale_come_back_from_a_list(tmp_path: Path) -> None:
-    rank_pool(2, "simulated").run(_averages, str(tmp_path))

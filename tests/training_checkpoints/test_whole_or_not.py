@@ -29,8 +29,9 @@ from shardkit.errors import (
     FileNotWrittenError,
     RankMismatchError,
 )
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 from tests.started import output_of, program
+from tests.training_checkpoints.programs import Place
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,21 +55,23 @@ def _full(*_: Any) -> Any:
     raise OSError(28, "No space left on device", "a file")
 
 
-def _errors(rank: int, folder: str, in_background: bool) -> None:
+@pytest.mark.parametrize("in_background", [False, True])
+@on_ranks(2)
+def test_an_error_on_one_rank_is_everybodys(rank: int, tmp_path: Path, in_background: bool) -> None:
     """Each on the second rank alone; all ranks raise."""
-    shardkit.save(folder, model=_model(1.0), step=1)
+    shardkit.save(tmp_path, model=_model(1.0), step=1)
 
     def save(**options: Any) -> None:
         given: Any = {"model": _model(2.0), "step": 2, "async_": in_background, **options}
-        shardkit.save(folder, **given).wait()
+        shardkit.save(tmp_path, **given).wait()
 
     class NoData:
         pass
 
     with pytest.raises(ConfigurationError, match=r"rank 1: 'rank_states\.1\.loader' can't be saved"):
-        save(loader=_Loader(NoData() if rank else {}))
+        save(loader=Place(NoData() if rank else {}))
     with pytest.raises(CheckpointError, match="rank 1: KeyError: 'a loader that fails'"):
-        save(loader=_Loader(KeyError("a loader that fails") if rank else {}))
+        save(loader=Place(KeyError("a loader that fails") if rank else {}))
     with pytest.raises(RankMismatchError, match=r"different steps: \[2, 3\]"):
         save(step=2 + rank)
     with pytest.raises(RankMismatchError, match=r"what shardkit\.save_training was given"):
@@ -89,30 +92,12 @@ def _errors(rank: int, folder: str, in_background: bool) -> None:
         if rank:
             data_file.write_parts.__globals__["_write"] = kept
     assert data_file.torch.save is writes
-    found = shardkit.latest(folder)
+    found = shardkit.latest(tmp_path)
     assert found is not None
     refuse_damage(found, manifest := read_manifest(found))
     assert manifest.step == 1
     save()
-    assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
-
-
-class _Loader:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        if isinstance(self.state, Exception):
-            raise self.state
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-@pytest.mark.parametrize("in_background", [False, True])
-def test_an_error_on_one_rank_is_everybodys(in_background: bool, tmp_path: Path) -> None:
-    rank_pool(2).run(_errors, str(tmp_path), in_background)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def test_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,16 +200,13 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     assert shardkit.latest(tmp_path) == str(tmp_path / "step-00000001")
 
 
-def _apart(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_models_that_differ(rank: int, tmp_path: Path) -> None:
     """Models that nobody keeps the same: the first rank's, whole."""
-    shardkit.save(folder, model=_model(float(rank + 1)), step=1)
+    shardkit.save(tmp_path, model=_model(float(rank + 1)), step=1)
     model = _model()
-    shardkit.restore(folder, model=model)
+    shardkit.restore(tmp_path, model=model)
     assert torch.equal(model.weight, torch.ones(4, 4))
-
-
-def test_models_that_differ(tmp_path: Path) -> None:
-    rank_pool(2).run(_apart, str(tmp_path))
 
 
 def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from shardkit import WholeParameters
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.whole_parameters.nets import difference, net, train, wrap
 
 RULES: list[Any] = [
@@ -91,7 +91,8 @@ def test_to_and_from_optimizers_of_torch(named: bool) -> None:
     assert difference(plain.state_dict(), truth) <= 1e-6
 
 
-def refused(rank: int) -> None:
+@on_ranks((2, "simulated"))
+def test_other_state_is_refused_on_all_ranks(rank: int) -> None:
     sharded = wrap(net(), "fsdp")
     optimizer = WholeParameters(sharded, torch.optim.Adafactor, lr=0.3)
     train(sharded, optimizer, rank, 2, steps=range(1))
@@ -116,11 +117,8 @@ def refused(rank: int) -> None:
     assert bool(only["state"]) == (rank == 1)
 
 
-def test_other_state_is_refused_on_all_ranks() -> None:
-    rank_pool(2, "simulated").run(refused)
-
-
-def asked_elsewhere(rank: int) -> None:
+@on_ranks(2)
+def test_functions_for_state_of_shards_are_refused(rank: int) -> None:
     """torch's functions, and those for state of shards, would find nothing or the wrong thing: on all ranks alike."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -136,7 +134,3 @@ def asked_elsewhere(rank: int) -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(LifecycleError, match=r"state_dict\(\)"):
             copied(optimizer)
-
-
-def test_functions_for_state_of_shards_are_refused() -> None:
-    rank_pool(2).run(asked_elsewhere)

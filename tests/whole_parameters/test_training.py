@@ -20,7 +20,7 @@ from shardkit import (
     sharding_of,
 )  # fmt: skip
 from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.whole_parameters.nets import batch, difference, net, train, wrap
 
 F64 = torch.float64
@@ -198,7 +198,8 @@ def test_gradient_scaling(theirs: bool) -> None:
 
 
 # ------------------------------------------------------------ what is listed
-def listing(rank: int, world_size: int) -> None:
+@on_ranks((2, "simulated"))
+def test_what_param_groups_list(rank: int, world_size: int) -> None:
     model = wrap(net(), "fsdp")
     optimizer = WholeParameters(model, RULES)
     plain = dict(net().named_parameters())
@@ -230,10 +231,6 @@ def listing(rank: int, world_size: int) -> None:
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(LifecycleError, match="from the beginning"):
         optimizer.add_param_group({"params": list(model.parameters())})
-
-
-def test_what_param_groups_list() -> None:
-    rank_pool(2, "simulated").run(listing, 2)
 
 
 def refused(rank: int) -> list[str]:
@@ -276,47 +273,39 @@ def test_refusals_are_on_all_ranks() -> None:
         assert a.partition("this rank is")[0] == b.partition("this rank is")[0]
 
 
-def test_gradients_that_were_not_reduced_are_refused() -> None:
-    def program(rank: int) -> None:
-        model = wrap(net(), "fsdp")
-        optimizer = WholeParameters(model, torch.optim.Muon, lr=0.1)
-        with model.no_sync():
-            losses(model, rank, 2, 0).backward()
-        with pytest.raises(LifecycleError, match="no_sync"):
-            optimizer.step()
-        losses(model, rank, 2, 1).backward()
+@on_ranks((2, "simulated"))
+def test_gradients_that_were_not_reduced_are_refused(rank: int) -> None:
+    model = wrap(net(), "fsdp")
+    optimizer = WholeParameters(model, torch.optim.Muon, lr=0.1)
+    with model.no_sync():
+        losses(model, rank, 2, 0).backward()
+    with pytest.raises(LifecycleError, match="no_sync"):
+        optimizer.step()
+    losses(model, rank, 2, 1).backward()
+    optimizer.step()
+
+
+@on_ranks((2, "simulated"))
+def test_adascale_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigurationError, match="stands for"):
+        AdaScale(WholeParameters(wrap(net(), "fsdp"), torch.optim.Muon, lr=0.1))
+    AdaScale(WholeParameters(net(), torch.optim.SGD, lr=0.1))  # whole on every rank
+
+
+@on_ranks((2, "simulated"))
+def test_a_model_that_is_wrapped_later_is_refused(rank: int) -> None:
+    model = net()
+    optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
+    model = wrap(model, "fsdp")
+    losses(model, rank, 2, 0).backward()
+    with pytest.raises(LifecycleError, match="after wrapping"):
         optimizer.step()
 
-    rank_pool(2, "simulated").run(program)
 
-
-def test_adascale_is_refused() -> None:
-    def program(rank: int) -> None:
-        with pytest.raises(ConfigurationError, match="stands for"):
-            AdaScale(WholeParameters(wrap(net(), "fsdp"), torch.optim.Muon, lr=0.1))
-        AdaScale(WholeParameters(net(), torch.optim.SGD, lr=0.1))  # whole on every rank
-
-    rank_pool(2, "simulated").run(program)
-
-
-def test_a_model_that_is_wrapped_later_is_refused() -> None:
-    def program(rank: int) -> None:
-        model = net()
-        optimizer = WholeParameters(model, torch.optim.SGD, lr=0.1)
-        model = wrap(model, "fsdp")
-        losses(model, rank, 2, 0).backward()
-        with pytest.raises(LifecycleError, match="after wrapping"):
-            optimizer.step()
-
-    rank_pool(2, "simulated").run(program)
-
-
-def test_a_plain_loop_is_what_the_readme_says() -> None:
-    def program(rank: int) -> None:
-        model = wrap(net(), "fully_shard")
-        before = difference(net().state_dict(), model.state_dict())
-        train(model, WholeParameters(model, torch.optim.Muon, lr=0.05), rank, 2)
-        assert before == 0.0
-        assert difference(net().state_dict(), model.state_dict()) > 0.0
-
-    rank_pool(2, "simulated").run(program)
+@on_ranks((2, "simulated"))
+def test_a_plain_loop_is_what_the_readme_says(rank: int) -> None:
+    model = wrap(net(), "fully_shard")
+    before = difference(net().state_dict(), model.state_dict())
+    train(model, WholeParameters(model, torch.optim.Muon, lr=0.05), rank, 2)
+    assert before == 0.0
+    assert difference(net().state_dict(), model.state_dict()) > 0.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.xla.models import batch, build
 
 pytest.importorskip("torch_xla")
@@ -361,7 +361,8 @@ def test_every_argument_and_public_method_is_there() -> None:
             raise AssertionError(module.nothing)
 
 
-def _refused(rank: int) -> None:
+@on_ranks((2, "xla"))
+def test_mistakes_have_torch_xlas_types_of_errors(rank: int) -> None:
     """torch_xla's types of errors, so that what catches them still does."""
     from shardkit.xla.fsdp import XlaFullyShardedDataParallel as Ours
     from shardkit.xla.fsdp.wrap import always_wrap_policy
@@ -386,7 +387,3 @@ def _refused(rank: int) -> None:
         pass
     with pytest.raises((ValueError, RuntimeError), match="state"):
         model.assert_state(type(model.training_state).FORWARD)
-
-
-def test_mistakes_have_torch_xlas_types_of_errors() -> None:
-    rank_pool(2, "xla").run(_refused)

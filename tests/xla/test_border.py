@@ -23,8 +23,9 @@ from shardkit import (
 )
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
+from tests.beside import assert_same
 from tests.border.strategies import batch, make_model, wrapped
-from tests.pools import rank_pool
+from tests.pools import on_ranks
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -69,13 +70,12 @@ class Run:
         self.backend.mark_step()
 
     def assert_equal(self) -> None:
-        mine = self.model.state_dict()
-        for name, value in self.plain.state_dict().items():
-            prefix = "module." if isinstance(self.model, ShardedDDP) else ""
-            torch.testing.assert_close(mine[prefix + name].cpu(), value, rtol=1e-4, atol=1e-5)
+        assert_same(self.model, self.plain, rtol=1e-4, atol=1e-5)
 
 
-def _clips(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks((2, "xla"))
+def test_clip_grad_norm_of_torch(rank: int, world_size: int, strategy: str) -> None:
     run = Run(rank, world_size, strategy)
     for step, norm_type in enumerate([2.0, 2.0, 1.0]):
         run.backward(step)
@@ -90,25 +90,19 @@ def _clips(rank: int, world_size: int, strategy: str) -> None:
     run.assert_equal()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_clip_grad_norm_of_torch(strategy: str) -> None:
-    rank_pool(2, "xla").run(_clips, 2, strategy)
-
-
-def _clips_by_the_largest(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
+@on_ranks((2, "xla"))
+def test_torch_xlas_largest_element_is_refused(rank: int, world_size: int, strategy: str) -> None:
+    """Its function takes the largest element of each gradient by itself, not a norm."""
     run = Run(rank, world_size, strategy)
     run.backward(0)
     with pytest.raises(ConfigurationError, match="clip_grad_norm"):
         nn.utils.clip_grad_norm_(run.model.parameters(), CLIP, math.inf)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
-def test_torch_xlas_largest_element_is_refused(strategy: str) -> None:
-    """Its function takes the largest element of each gradient by itself, not a norm."""
-    rank_pool(2, "xla").run(_clips_by_the_largest, 2, strategy)
-
-
-def _scales(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "oss"])
+@on_ranks((2, "xla"))
+def test_an_overflow_on_one_replica(rank: int, world_size: int, strategy: str) -> None:
     """The second of three steps overflows in one element, which one replica has."""
     run = Run(rank, world_size, strategy)
     scaler = torch.amp.GradScaler("xla", init_scale=1024.0, growth_interval=5)
@@ -135,12 +129,8 @@ def _scales(rank: int, world_size: int, strategy: str) -> None:
     run.assert_equal()
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "oss"])
-def test_an_overflow_on_one_replica(strategy: str) -> None:
-    rank_pool(2, "xla").run(_scales, 2, strategy)
-
-
-def _reads(rank: int, world_size: int) -> None:
+@on_ranks((2, "xla"))
+def test_gradients_in_segments_are_not_read(rank: int, world_size: int) -> None:
     run = Run(rank, world_size, "sharded_ddp")
     run.backward(0)
     marked = [p.grad for p in run.model.parameters() if p.grad is not None]
@@ -158,11 +148,8 @@ def _reads(rank: int, world_size: int) -> None:
     run.assert_equal()
 
 
-def test_gradients_in_segments_are_not_read() -> None:
-    rank_pool(2, "xla").run(_reads, 2)
-
-
-def _released(rank: int, world_size: int) -> None:
+@on_ranks((2, "xla"))
+def test_released_parameters_are_not_read(rank: int, world_size: int) -> None:
     inner = make_model().to(get_backend("xla").device())
     weight, shape = inner[0].weight, inner[0].weight.shape
     model = FSDP(inner)
@@ -181,11 +168,8 @@ def _released(rank: int, world_size: int) -> None:
         torch.testing.assert_close(weight.detach().cpu(), make_model()[0].weight.detach())
 
 
-def test_released_parameters_are_not_read() -> None:
-    rank_pool(2, "xla").run(_released, 2)
-
-
-def _leaves(rank: int, world_size: int) -> None:
+@on_ranks((2, "xla"))
+def test_weights_leave_and_what_is_refused(rank: int, world_size: int) -> None:
     run, sent = Run(rank, world_size, "in_place"), SentWeights()
     received = {n: torch.zeros_like(v) for n, v in run.plain.state_dict().items()}
     for step in range(2):
@@ -202,7 +186,3 @@ def _leaves(rank: int, world_size: int) -> None:
         uneven(run.model)
     with pytest.raises(ConfigurationError, match="frozen='keep'"):
         fully_shard(nn.Linear(2, 2).to(run.backend.device()), reshard=ReshardPolicy(frozen="keep"))
-
-
-def test_weights_leave_and_what_is_refused() -> None:
-    rank_pool(2, "xla").run(_leaves, 2)

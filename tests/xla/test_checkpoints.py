@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint
 from shardkit.fsdp.state import clean
 from tests.pools import rank_pool
 from tests.xla.models import batch, build
@@ -157,3 +158,50 @@ def test_consolidation_of_both(world_size: int, layout: str, tmp_path: Path) -> 
             torch.testing.assert_close(value, full["ours", "ours"][key], rtol=2e-6, atol=2e-6)
     for key, value in results[0].items():
         assert torch.equal(value, full["ours", "ours"][key]), key
+
+
+# ------------ ``shardkit ckpt convert --to xla``: torch_xla reads it, and what torch_xla wrote is read.
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def _both_ways(rank: int, world_size: int, folder: str) -> Any:
+    import torch_xla.core.xla_model as xm
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Theirs
+
+    state = torch.load(f"{folder}/ranks/rank-{rank:08d}-of-{world_size:08d}.pth")
+    device = xm.xla_device()
+    model = Theirs(_build().to(device))
+    assert {k: v.shape for k, v in model.state_dict().items()} == {
+        k: v.shape for k, v in state["model"].items()
+    }
+    metadata = model.get_shard_metadata()
+    assert metadata == state["shard_metadata"]
+    model.load_state_dict(state["model"])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), state["model"][name]), name
+    nested = Theirs(
+        nn.Sequential(Theirs(_build().to(device), flatten_parameters=True), nn.Linear(3, 2)).to(device)
+    )
+    saved = {"model": nested.state_dict(), "shard_metadata": nested.get_shard_metadata()}
+    xm.save(saved, f"{folder}/flat-{rank}.pth", master_only=False)
+    return None
+
+
+def test_both_ways(tmp_path: Path) -> None:
+    from torch_xla.distributed.fsdp import consolidate_sharded_model_checkpoints
+
+    full = {k: v + 1 for k, v in _build().state_dict().items()}
+    torch.save(full, tmp_path / "full")
+    convert(str(tmp_path / "full"), str(tmp_path / "ranks"), Conversion("xla", 2))
+    found, _ = consolidate_sharded_model_checkpoints(f"{tmp_path}/ranks/rank", save_model=False)
+    assert set(found) == set(full)
+    assert all(torch.equal(found[k], full[k]) for k in full)
+    rank_pool(2, "xla").run(_both_ways, 2, str(tmp_path))
+    expected, _ = consolidate_sharded_model_checkpoints(f"{tmp_path}/flat", save_model=False)
+    read = {k: v.read() for k, v in open_checkpoint(f"{tmp_path}/flat*.pth").model.items()}
+    assert set(read) == set(expected)
+    assert all(torch.equal(read[k], expected[k]) for k in expected)

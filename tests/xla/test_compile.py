@@ -11,7 +11,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -115,7 +115,8 @@ def test_training_equals_one_process(kind: str) -> None:
         assert (graphs > 0) is KINDS[kind]
 
 
-def _shapes(rank: int) -> int:
+@on_ranks((WORLD, "xla"))
+def test_each_replica_has_as_many_versions_of_a_function_as_a_process(rank: int) -> None:
     from torch._dynamo.utils import counters
 
     meet = get_backend("xla").group().barrier
@@ -129,14 +130,11 @@ def _shapes(rank: int) -> int:
         with torch.no_grad():
             torch.testing.assert_close(run(torch.ones(rows, 4).to("xla")).cpu(), model(torch.ones(rows, 4)))
     meet()
-    return counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == 6 * WORLD
 
 
-def test_each_replica_has_as_many_versions_of_a_function_as_a_process() -> None:
-    assert rank_pool(WORLD, "xla").run(_shapes) == [6 * WORLD] * WORLD
-
-
-def _collectives(rank: int) -> None:
+@on_ranks((WORLD, "xla"))
+def test_collectives_are_between_graphs(rank: int) -> None:
     import torch_xla.core.xla_model as xm
 
     def program(x: torch.Tensor) -> torch.Tensor:
@@ -153,7 +151,3 @@ def _collectives(rank: int) -> None:
     for _ in range(2):
         torch.testing.assert_close(compiled(program)(x[rank].to("xla")).cpu(), wanted)
     assert xm.all_reduce(xm.REDUCE_SUM, torch.ones(2, device="xla")).tolist() == [WORLD] * 2
-
-
-def test_collectives_are_between_graphs() -> None:
-    rank_pool(WORLD, "xla").run(_collectives)

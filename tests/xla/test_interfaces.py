@@ -21,7 +21,7 @@ from shardkit.xla.fsdp.wrap import recursive_wrap, size_based_auto_wrap_policy, 
 from shardkit.xla.parallel_loader import MpDeviceLoader
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
 
@@ -109,7 +109,8 @@ def test_options_train_as_one_process(backend: str, world_size: int, options: st
     rank_pool(world_size, backend).run(_options, OPTIONS[options])
 
 
-def _groups(rank: int) -> None:
+@on_ranks(*[p for p in environments("gloo", "xla") if p.values[1] == 4])
+def test_sharding_groups(rank: int) -> None:
     parts = [[0, 1], [2, 3]]
     model = FSDP(
         build(), sharding_groups=parts, sharding_rank=rank % 2, sharding_world_size=2, flatten_parameters=True
@@ -128,14 +129,8 @@ def _groups(rank: int) -> None:
         FSDP(build(), sharding_groups=parts)
 
 
-@pytest.mark.parametrize(
-    ("backend", "world_size"), [p for p in environments("gloo", "xla") if p.values[1] == 4]
-)
-def test_sharding_groups(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_groups)
-
-
-def _initialised(rank: int) -> None:
+@on_ranks(*EACH)
+def test_initialisation_and_mistakes(rank: int) -> None:
     def init(module: nn.Module) -> None:
         module.to_empty(device="cpu")
         module.load_state_dict(build().state_dict())
@@ -155,11 +150,6 @@ def _initialised(rank: int) -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             mistake()
-
-
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_initialisation_and_mistakes(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_initialised)
 
 
 def test_recursive_wrap() -> None:
@@ -184,7 +174,8 @@ def test_recursive_wrap() -> None:
     assert not size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8 - 1)
 
 
-def _load(rank: int) -> None:
+@on_ranks(*EACH)
+def test_loader(rank: int) -> None:
     device = xm.xla_device()
     data = TensorDataset(torch.arange(7.0), torch.arange(7))
     loader = MpDeviceLoader(DataLoader(data, batch_size=3), device)
@@ -198,16 +189,13 @@ def _load(rank: int) -> None:
     assert (xm.get_ordinal(), xm.xrt_world_size()) == (rank, 2)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_loader(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_load)
-
-
 class Undecided(torch.optim.SGD):
     """Not known to be element-wise, so that it runs whole where ranks have one program."""
 
 
-def _norm_of_parts(rank: int) -> None:
+@on_ranks(*EACH)
+def test_zero_norm_counts_each_gradient_once(rank: int) -> None:
+    """Parts of the model on other ranks count; copies of an optimizer that every rank runs whole do not."""
     device = xm.xla_device()
     model = build().to(device)
     everybody, alone = [[0, 1]], [[0], [1]]
@@ -223,9 +211,3 @@ def _norm_of_parts(rank: int) -> None:
         one = torch.nn.utils.get_total_norm(gradients)
         assert optimizer.grad_norm is not None
         torch.testing.assert_close(optimizer.grad_norm.cpu(), one * copies**0.5)
-
-
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_zero_norm_counts_each_gradient_once(backend: str, world_size: int) -> None:
-    """Parts of the model on other ranks count; copies of an optimizer that every rank runs whole do not."""
-    rank_pool(world_size, backend).run(_norm_of_parts)

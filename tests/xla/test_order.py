@@ -15,7 +15,7 @@ from shardkit.backend import get_backend
 from shardkit.errors import OutOfStepError
 from shardkit.fsdp import hybrid_groups
 from tests.benchmarks.xla_trainers import collectives_of_a_tpu
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.xla.hlo_graphs import Program
 
 pytest.importorskip("torch_xla")
@@ -146,7 +146,8 @@ def test_order_holds_between_groups_and_nan_stays_where_it_is() -> None:
         assert values == [total] * 8 + [20.0] * 2 + [float(source + k) for k in range(4)]
 
 
-def _order_ends(rank: int) -> list[tuple[int, int]]:
+@on_ranks((2, "xla"))
+def test_the_order_ends_with_the_program(rank: int) -> None:
     """Collectives, and what the program takes in, after a sync and after a program was dropped."""
     from shardkit.backends.xla import metrics
     from shardkit.backends.xla.collectives import NativeCollectives
@@ -162,13 +163,8 @@ def _order_ends(rank: int) -> list[tuple[int, int]]:
             get_backend("xla").group().abort()
         else:
             get_backend("xla").mark_step(wait=True)
-    return found
-
-
-def test_the_order_ends_with_the_program() -> None:
-    for found in rank_pool(2, "xla").run(_order_ends):
-        assert {collectives for collectives, _ in found} == {2}
-        assert len({inputs for _, inputs in found}) == 1
+    assert {collectives for collectives, _ in found} == {2}
+    assert len({inputs for _, inputs in found}) == 1
 
 
 def _alike(kind: str) -> list[tuple[nn.Module, torch.optim.Optimizer]]:

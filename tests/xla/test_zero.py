@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from shardkit import OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.rows import rows_of
+from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer as Ours
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 
 EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
 SGD = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -177,7 +179,8 @@ def test_each_goes_on_from_the_others_state() -> None:
     rank_pool(2, "xla").run(_crossed)
 
 
-def _beside(rank: int) -> None:
+@on_ranks(*EACH)
+def test_beside_a_plain_optimizer(rank: int) -> None:
     """A plain optimizer and this one step by turns on one model, with the gradients of one backward."""
     model, x = _model(torch.float32), torch.ones(4, 5)
     model(x.to(model[0].weight)).sum().backward()
@@ -214,12 +217,8 @@ def _beside(rank: int) -> None:
         xm.optimizer_step(torch.optim.SGD(FSDP(nn.Linear(2, 2)).parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_beside_a_plain_optimizer(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_beside)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@on_ranks(*EACH)
+def test_updates_in_another_dtype(rank: int, world_size: int) -> None:
     """fp32 copies of bf16 parameters are what a plain optimizer over fp32 copies has."""
     for name in ("half", "half, wide sums"):
         dtype, options = CASES[name]
@@ -261,12 +260,8 @@ def _alone(rank: int, world_size: int) -> None:
             assert torch.equal(rows_of(p.detach().cpu(), rank, world_size), master.to(dtype))
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_updates_in_another_dtype(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_alone, world_size)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(*EACH)
+def test_mistakes(rank: int) -> None:
     model = _model(torch.float32)
     lazy = Ours(model.parameters(), lazy_init=True, **SGD)
     for early in (lazy.step, lazy.state_dict):
@@ -297,11 +292,6 @@ def _refused(rank: int) -> None:
         Ours(half.parameters(), type("Unknown", (torch.optim.SGD,), {}), lr=0.1)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), EACH)
-def test_mistakes(backend: str, world_size: int) -> None:
-    rank_pool(world_size, backend).run(_refused)
-
-
 @pytest.mark.xla
 def test_every_argument_is_there() -> None:
     pytest.importorskip("torch_xla")
@@ -311,3 +301,57 @@ def test_every_argument_is_there() -> None:
         [(p.name, p.default) for p in inspect.signature(c).parameters.values()] for c in (Ours, Theirs)
     )
     assert there == wanted
+
+
+# ------------ Parameters that are written after the optimizer was made: it goes on from what they are, as torch's do.
+
+
+def _model_of_written(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def _loss(model: Any, device: Any) -> torch.Tensor:
+    return model(torch.linspace(-1, 1, 12).view(4, 3).to(device)).square().mean()
+
+
+def _programs(rank: int) -> list[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    found = []
+    for kind in ("oss", "sharded_ddp", "sharded_ddp of other values", "zero"):
+        plain, device = _model_of_written(0), xm.xla_device()
+        model: Any = _model_of_written(rank if "other" in kind else 0).to(device)
+        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        if kind == "zero":
+            optimizer: Any = ZeroRedundancyOptimizer(
+                model.parameters(), torch.optim.SGD, grad_clipping=False, **options
+            )
+        else:
+            optimizer = OSS(model.parameters(), torch.optim.SGD, **options)
+        whole = ShardedDDP(model, optimizer) if "ddp" in kind else model
+        reference = torch.optim.SGD(plain.parameters(), **options)
+        for step in range(3):
+            if step == 1:
+                model.load_state_dict(_model_of_written(5).state_dict())
+                plain.load_state_dict(_model_of_written(5).state_dict())
+            if step == 2:
+                with torch.no_grad():
+                    model[0].weight.mul_(2)
+                    plain[0].weight.mul_(2)
+            for m, o, where in ((whole, optimizer, device), (plain, reference, "cpu")):
+                o.zero_grad()
+                _loss(m, where).backward()
+                o.step()
+            xm.mark_step()
+        state = {k: v.detach().cpu() for k, v in model.state_dict().items()}
+        found.append((kind, state, {k: v.clone() for k, v in plain.state_dict().items()}))
+    return found
+
+
+@pytest.mark.parametrize(("backend", "world_size"), EACH)
+def test_the_optimizer_goes_on_from_what_was_written(backend: str, world_size: int) -> None:
+    for results in rank_pool(world_size, backend).run(_programs):
+        for kind, found, wanted in results:
+            for key, value in wanted.items():
+                torch.testing.assert_close(
+                    found[key], value, rtol=1e-5, atol=1e-6, msg=lambda m, k=kind, n=key: f"{k} {n}: {m}"
+                )
