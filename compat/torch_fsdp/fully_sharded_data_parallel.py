@@ -198,7 +198,7 @@ class FullyShardedDataParallel(OptimizerStates):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See :meth:`shardkit.FSDP.clip_grad_norm_`; warns where this rank has no gradients, as torch's does."""
-        norm = self._clip(max_norm, norm_type)
+        norm = super().clip_grad_norm_(max_norm, norm_type)
         if not self.params_with_grad:
             warnings.warn(
                 f"Called FSDP.clip_grad_norm_() on rank {self._state.group.rank} with no gradients -- returning the "
@@ -213,7 +213,7 @@ class FullyShardedDataParallel(OptimizerStates):
         prefix = str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         destination = kwargs.get("destination", args[0] if args else None)
         before = set(destination or ())
-        found = self._full_state_dict(*args, **kwargs)
+        found = super().state_dict(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
             settings.settle(self, self._settings, found, prefix, before, self._passed_group.value)
         return found

@@ -11,7 +11,7 @@ from shardkit.errors import LifecycleError
 from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.flat_values import put_together
 from shardkit.fsdp.optim_state import gather_parts
-from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.unit import Unit
 
 
@@ -53,7 +53,7 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
                 original.param.grad = None
 
 
-def _show(listing: Listing) -> None:
+def _show(listing: Registered) -> None:
     gradient, unused = listing.param.grad, listing.flat.unused.originals[listing.first :]
     if gradient is None:
         return
@@ -64,7 +64,7 @@ def _show(listing: Listing) -> None:
 
 
 @torch.no_grad()
-def _keep(listing: Listing) -> None:
+def _keep(listing: Registered) -> None:
     gradient = listing.param.grad
     if gradient is None:
         return

@@ -63,7 +63,7 @@ class RecordPart(NamedTuple):
 
 # ------------------------------------------------------------ what there is
 def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
-    """A user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
+    """Describes a user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
         # of a sharded_state_dict(), whose ranks have no replicas
         yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))
@@ -223,11 +223,6 @@ def has_torchs_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def module_entries(part: str, module: ModelState) -> Iterator[Entry]:
-    for name, value in module.leaves().items():
-        yield Entry((part, name), value)
-
-
 def optimizer_entries(holder: Holder, slots: list[tuple[Slot, StateDict]]) -> Iterator[Entry]:
     """Yields state by the parameters' names, and groups; see ``docs/CHECKPOINTS.md`` for the format."""
     for slot, state in slots:
@@ -284,7 +279,7 @@ def collect(
     holder, slots = None, []
     modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
     for name, module in modules.items():
-        entries += module_entries(name, module)
+        entries += [Entry((name, key), value) for key, value in module.leaves().items()]
     holder = holder_for(parts, modules.get("model"))
     if holder is not None:
         slots = holder.states()

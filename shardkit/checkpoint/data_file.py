@@ -136,7 +136,10 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
         hashed.check()
         what: tuple[str | None, tuple[int, ...] | None, Box | None] = (None, None, None)
     else:
-        hashed.save(own_memory(tensor))
+        values = tensor.detach()
+        if values.untyped_storage().size() != values.numel() * values.element_size():
+            values = values.clone(memory_format=torch.contiguous_format)  # torch.save writes all of a storage
+        hashed.save(values)
         what = (str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape), part.box)
     dtype, shape, box = what
     place = None if box is None else (box.offsets, box.sizes)
@@ -194,14 +197,6 @@ def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch
             if seen is None or seen[0] is not leaf.base:
                 seen = (leaf.base, leaf.base.cpu())
             yield Leaf(leaf.shape, seen[1], leaf.boxes, leaf.copies).values(part.box)
-
-
-def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values in memory of their own: ``torch.save`` writes all of a tensor's storage."""
-    values = tensor.detach()
-    if values.untyped_storage().size() != values.numel() * values.element_size():
-        values = values.clone(memory_format=torch.contiguous_format)
-    return values
 
 
 class IncompleteError(ShardkitError):

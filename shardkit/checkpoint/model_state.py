@@ -15,6 +15,7 @@ from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.originals import refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
+from ..fsdp.state_dict import name_at
 from ..layout import Piece
 from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
@@ -39,7 +40,9 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self.module = _unwrapped(model)
+        self.module = model
+        while isinstance(self.module, (ShardedDDP, DistributedDataParallel, DataParallel)):
+            self.module = self.module.module
         # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
         self.same = ranks.everybody if self.module is not model else (0,)
         self.ranks = ranks
@@ -113,9 +116,9 @@ class ModelState:
         for path, m in self.module.named_modules(remove_duplicate=False):
             for name, buffer in m._buffers.items():
                 if buffer is not None and name not in m._non_persistent_buffers_set:
-                    yield _joined(path, name), buffer
+                    yield name_at(path, name), buffer
             if type(m).get_extra_state is not nn.Module.get_extra_state:
-                yield _joined(path, EXTRA), m.get_extra_state()
+                yield name_at(path, EXTRA), m.get_extra_state()
 
     def _leaf(self, name: str, value: object, of_first: bool = False) -> Leaf | Fixed:
         if not isinstance(value, torch.Tensor):
@@ -138,20 +141,10 @@ class ModelState:
                 flat.drop()  # what is gathered is of before
         if self.is_sharded:
             for path, m in self.module.named_modules(remove_duplicate=False):
-                name = _joined(path, EXTRA)
+                name = name_at(path, EXTRA)
                 if name in found:
                     m.set_extra_state(cast(Tree, found[name]))
             return
         given = {name: found.get(plain_name(name), value) for name, value in self._taken.items()}
         with torch.no_grad():
             self.module.load_state_dict(given, strict=True)
-
-
-def _joined(path: str, name: str) -> str:
-    return plain_name(f"{path}.{name}" if path else name)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(model, (ShardedDDP, DistributedDataParallel, DataParallel)):
-        model = model.module
-    return model

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.optim_state import slot_of
-from ..fsdp.originals import Listing
-from ..fsdp.registered import RegisteredShard
+from ..fsdp.registered import Registered, RegisteredShard
 from ..layout import Piece
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Slot, Span
@@ -75,7 +74,7 @@ class Holder(abc.ABC):
         return set()
 
     def named(self) -> dict[str, object]:
-        """State under names of its own, alike on all ranks (AdaScale's averages)."""
+        """Returns state under names of its own, alike on all ranks (AdaScale's averages)."""
         state: Tree = self.optimizer.state
         return {k: copy.deepcopy(v) for k, v in state.items() if isinstance(k, str)}
 
@@ -96,7 +95,7 @@ class ParameterNames:
         self.ranks = model.ranks
         self._of_flat: dict[int, dict[int, str]] = {}
         self._of_param: dict[int, str] = {}
-        self._listings: dict[int, Listing] = {}
+        self._listings: dict[int, Registered] = {}
         self.frozen: set[str] = set()
         for name, param, flat, number in model.parameters():
             if not (param if flat is None else flat.param).requires_grad:
@@ -116,7 +115,7 @@ class ParameterNames:
             what: is said in errors.
             copies: of what is no shard; default those of the model.
         """
-        listing: Listing | None = self._listings.get(id(param), shard_behind(param))
+        listing: Registered | None = self._listings.get(id(param), shard_behind(param))
         if listing is not None and id(listing.flat) in self._of_flat:
             return self._of_shard(param, listing)
         name = self._of_param.get(id(param))
@@ -129,7 +128,7 @@ class ParameterNames:
         span = Span(name, param.shape, None, True)
         return Slot(param, (span,), False, self.model.same if copies is None else copies)
 
-    def _of_shard(self, param: torch.Tensor, listing: Listing) -> Slot:
+    def _of_shard(self, param: torch.Tensor, listing: Registered) -> Slot:
         names, slot = self._of_flat[id(listing.flat)], slot_of(listing)
         spans = tuple(
             span._replace(name=names[listing.first + k])
@@ -397,7 +396,7 @@ class WholeHolder(Holder):
         return found
 
     def writers_of(self, group: int) -> tuple[int, ...]:
-        """Some classes count steps in their groups: a rank that has parameters of the group."""
+        """Finds, for classes that count steps in their groups, a rank that has parameters of the group."""
         for part in self._inners[group].members:
             if part.flat is None or part.flat.group.backend.even_shards_only:
                 break
@@ -435,9 +434,8 @@ def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
         "lightning",
     ):
         if isinstance(inner, AdaScale):
-            _ = (
-                inner._averages
-            )  # they are made at their first use, and a new one is to take those that were saved
+            # they are made at their first use, and a new one is to take those that were saved
+            _ = inner._averages
         found = getattr(inner, "optimizer", None)
         if not isinstance(found, Optimizer):
             break

@@ -80,10 +80,11 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
     if world_size is None:
         loader.load_state_dict(there[0])
         return
-    takes = takes_rank_states(loader)
+    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    takes = next((place for place in places if isinstance(place, TakesRankStates)), None)
     if takes is not None:
         takes.load_rank_states(there)
-    elif all(_equal(state, there[0]) for state in there):
+    elif all(equal(state, there[0]) for state in there):
         loader.load_state_dict(there[0])
     else:
         raise ConfigurationError(
@@ -94,19 +95,12 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
         )
 
 
-def takes_rank_states(loader: object) -> TakesRankStates | None:
-    """Returns the loader, or its sampler, if it takes states of other numbers of ranks."""
-    for candidate in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if isinstance(candidate, TakesRankStates):
-            return candidate
-    return None
-
-
-def _equal(a: Tree, b: Tree) -> bool:
+def equal(a: Tree, b: Tree) -> bool:
+    """Whether two values are the same, tensors in containers of theirs too."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(v, b[k]) for k, v in a.items())
+        return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)

@@ -28,7 +28,7 @@ from .format.metadata import Chunk, Record
 from .format.stored import StoredCheckpoint, read_tensor
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
-from .rank_states import Stateful, load_loader, set_random_states
+from .rank_states import Stateful, equal, load_loader, set_random_states
 
 
 class Wanted(NamedTuple):
@@ -78,13 +78,6 @@ class Reads:
             tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.box.sizes)
             for leaf, box, chunk, common in copies:
                 narrowed(leaf.values(box), common, box).copy_(narrowed(tensor, common, chunk.box))
-
-
-def whole_tensor(stored: StoredCheckpoint, name: str) -> Wanted:
-    """Wants all of a stored tensor, in a new one on the CPU."""
-    found = stored.tensors[name]
-    made = torch.zeros(found.shape, dtype=found.dtype)
-    return Wanted(name, whole(made, (0,)))
 
 
 _ONE = ("state", "param_groups")
@@ -219,11 +212,11 @@ class OptimizerReads:
         self._numbers.append(_Number(state, key, read))
 
     def finish(self) -> None:
-        """All that was wanted is there: the optimizer takes it."""
+        """Gives the optimizer what was wanted, all of which is there."""
         for state, key, read in self._numbers:
             (first, value), *others = read
             for name, other in others:
-                if not _same(value, other):
+                if not equal(value, other):
                     raise ConfigurationError(
                         f"optimizer state {key!r} is {_shown(value)} for {first!r} and {_shown(other)} for {name!r}, "
                         "which lie in one flat parameter and have one such number here: one of them had no gradient in "
@@ -234,12 +227,6 @@ class OptimizerReads:
         beside = {key: self._stored.object(name) for key, name in self._others.items()}
         self._holder.load(self._states, self._options(), beside)
         self._holder.load_named({key: self._stored.object(name) for key, name in self._named.items()})
-
-
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
 
 
 def _shown(value: object) -> object:
@@ -353,12 +340,14 @@ class _Restoring:
         if self._optimizer is not None:
             wanted += self._optimizer.wanted
         self._extra = {
-            path: whole_tensor(stored, name)
+            path: Wanted(name, whole(torch.zeros(found.shape, dtype=found.dtype), (0,)))
             for path, name in stored.under("extra").items()
-            if name in stored.tensors
+            if (found := stored.tensors.get(name)) is not None
         }
         self._reads = Reads(stored, [*wanted, *self._extra.values()])
-        self._check_others()
+        for name in ("scheduler", "scaler"):
+            if getattr(parts, name) is not None and name not in stored.objects:
+                self._refuse(name)
         # what is other ranks' own is compared when it is read, if it is
         own = f"rank_states.{ranks.rank % stored.manifest.world_size}."
         objects = [
@@ -390,11 +379,6 @@ class _Restoring:
                 objects[name] = there[name]
             else:
                 yield Wanted(there[name], leaf)
-
-    def _check_others(self) -> None:
-        for name in ("scheduler", "scaler"):
-            if getattr(self._parts, name) is not None and name not in self._stored.objects:
-                self._refuse(name)
 
     def _refuse(self, name: str) -> NoReturn:
         raise ConfigurationError(f"{self._stored.folder} was saved without {name}=. Restore without it")

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks import all_gather_facts_or_objects, check_same_everywhere
+from ..checks import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import note_checkpoints
-from ..optimizer_state.kinds import StateKind
+from ..optimizer_state.gathering import kinds_everywhere
 from ..optimizer_state.leaves import Leaf, Ranks
 from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors
@@ -59,27 +59,18 @@ def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDi
 
 def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
     """Makes what this rank writes in place of state that it lacks (collective where ranks differ)."""
-    holder, group = collected.holder, ranks.group
-    if holder is None or group is None or len(set(everybody)) == 1:
+    holder = collected.holder
+    if holder is None or ranks.group is None or len(set(everybody)) == 1:
         return []
     shards = holder.shards()
     states = {id(slot.param): state for slot, state in collected.slots}
-    mine = {
-        k: {key: tuple(StateKind.of(key, v, slot.param.shape)) for key, v in states[id(slot.param)].items()}
-        for k, slot in enumerate(shards)
-        if id(slot.param) in states
-    }
-    merged: dict[int, dict[str, StateKind]] = {}
-    for theirs in all_gather_facts_or_objects(
-        group.channel("control"), mine, label="kinds of optimizer state"
-    ):
-        for k, kinds in theirs.items():
-            merged.setdefault(k, {}).update({key: StateKind(*what) for key, what in kinds.items()})
+    own = [states.get(id(slot.param), {}) for slot in shards]
     found: list[Entry] = []
-    for k, slot in enumerate(shards):
-        if k in merged and k not in mine:
+    for slot, mine, theirs in zip(shards, own, kinds_everywhere(shards, own), strict=True):
+        kinds = {key: kind for each in theirs for key, kind in each.items()}
+        if kinds and not mine:
             state = {
-                key: slot.zeros(kind.dtype) if kind.spread else kind.made() for key, kind in merged[k].items()
+                key: slot.zeros(kind.dtype) if kind.spread else kind.made() for key, kind in kinds.items()
             }
             for name, values in slot.leaves(state, ranks).items():
                 found += [Entry(("optimizer", "state", name, key), value) for key, value in values.items()]
@@ -186,7 +177,7 @@ class Save:
         write_parts(self.temporary, self.ranks.rank, self.parts, self.kind, values)
 
     def complete(self) -> None:
-        """All ranks have written: the checkpoint gets its name, then old ones go."""
+        """Gives the checkpoint its name, as all ranks have written; then old ones go."""
         compose(self.temporary, self.ranks.size, self.step, self.run, self.kind)
         folders.finish(self.temporary, self.folder, self.step)
         folders.keep_newest(self.folder, self.keep, self.step)

@@ -20,9 +20,8 @@ from ..types import Memo
 ParamInfo = tuple[str, nn.Module, str]
 # A further place of it: module's name here and at the first place, then module and attribute here and there.
 SharedParamInfo = tuple[str, str, nn.Module, str, nn.Module, str]
-FlatState = tuple[
-    list[int], list[torch.Size], list[ParamInfo], list[SharedParamInfo]
-]  # numels, shapes, and both
+# numels, shapes, and both
+FlatState = tuple[list[int], list[torch.Size], list[ParamInfo], list[SharedParamInfo]]
 ParamGroups = Iterable[Iterable[nn.Parameter]] | Iterable[nn.Parameter] | None
 
 FLAT_PREFIX = "flat_param_"
@@ -91,7 +90,7 @@ def as_groups(param_list: ParamGroups, module: nn.Module) -> list[list[nn.Parame
 
 
 def flat_names(names: Sequence[str] | None, count: int) -> list[str]:
-    """Returns names of ``count`` flat parameters.
+    """Returns the names of ``count`` flat parameters.
 
     Raises:
         ConfigurationError: the names are too many, too few, or not distinct.
@@ -159,7 +158,7 @@ class FlatParameter(nn.Parameter):
         self._shared_param_infos = []
 
     def get_param_views(self, external_data: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """Original parameters as views of ``external_data`` [N], or of this parameter.
+        """Returns original parameters as views of ``external_data`` [N], or of this parameter.
 
         Raises:
             ConfigurationError: the tensor has another numel (one rank's shard, say).
@@ -197,7 +196,7 @@ class FlatParameter(nn.Parameter):
         return result
 
     def _like_this(self, other: torch.Tensor) -> FlatParameter:
-        """A flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""
+        """Makes a flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""
         made = FlatParameter([other.detach()], other.requires_grad)
         made.__setstate__(self._state())
         made.grad = other.grad

@@ -18,7 +18,7 @@ _translate_loaded: ContextVar[bool] = ContextVar("shardkit.flattening.keys.trans
 
 
 def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> None:
-    """Keys that begin with ``old`` begin with ``new`` afterwards, in place; they go to the end."""
+    """Makes keys that begin with ``old`` begin with ``new``, in place; they go to the end."""
     for key in [k for k in state_dict if k.startswith(old)]:
         state_dict[new + key[len(old) :]] = state_dict.pop(key)
 

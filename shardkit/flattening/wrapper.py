@@ -99,12 +99,12 @@ class FlattenParamsWrapper(nn.Module):
 
     @property
     def module(self) -> Tree:
-        """The wrapped module."""
+        """Returns the wrapped module."""
         return self._fpw_module
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The flat parameter, where there is exactly one.
+        """Returns the flat parameter, where there is exactly one.
 
         Raises:
             LifecycleError: there are none or several.
@@ -294,14 +294,14 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- state dicts
     def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """State under the names that parameters have in the wrapped module. Arguments as in torch."""
+        """Returns state under the names that parameters have in the wrapped module. Arguments as in torch."""
         if self.is_flattened and self._auto_unflatten_state_dict:
             with self.unflatten_params():
                 return super().state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
 
     def flat_state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """State with the flat parameters as they are. Wrappers within the module still give original names.
+        """Returns state with the flat parameters as they are. Wrappers within the module still give original names.
 
         Raises:
             LifecycleError: within :meth:`unflatten_params`.
@@ -310,18 +310,12 @@ class FlattenParamsWrapper(nn.Module):
             raise LifecycleError(
                 "flat_state_dict needs flattened parameters; end the unflatten_params block first"
             )
-        with self._no_auto_unflatten_state_dict():
-            result: StateDict = self.state_dict(*args, **kwargs)
-        return result
-
-    @contextlib.contextmanager
-    def _no_auto_unflatten_state_dict(self) -> Iterator[None]:
-        before = self._auto_unflatten_state_dict
-        self._auto_unflatten_state_dict = False
+        before, self._auto_unflatten_state_dict = self._auto_unflatten_state_dict, False
         try:
-            yield
+            result: StateDict = self.state_dict(*args, **kwargs)
         finally:
             self._auto_unflatten_state_dict = before
+        return result
 
     def load_state_dict(
         self, state_dict: SavedState, strict: bool = True, assign: bool = False
@@ -338,15 +332,12 @@ class FlattenParamsWrapper(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: Any) -> None:
         # Here, not in load_state_dict: torch calls this for wrappers inside of other modules too.
-        if self._has_to_unflatten(state_dict, prefix):
+        has_flat = has_flat_keys(state_dict, prefix)
+        if self.is_flattened and self.num_params_managed > 0 and not has_flat:  # it needs real parameters
             self._unflattened_for_load = self.flat_params
             self._unflatten_params()
         rename_loaded(state_dict, prefix, self.flat_param_names)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _has_to_unflatten(self, state_dict: SavedState, prefix: str) -> bool:
-        """Whether loading this dict needs real parameters."""
-        return self.is_flattened and self.num_params_managed > 0 and not has_flat_keys(state_dict, prefix)
 
     def _finish_load(self) -> None:
         if self._unflattened_for_load is not None:
@@ -369,7 +360,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
-    """The flat parameter with other data, as the same object if a tensor can go from one device to the other."""
+    """Gives the flat parameter other data, as the same object if a tensor can go from one device to the other."""
     grad, flat_param.grad = flat_param.grad, None
     if flat_param.device.type != data.device.type:
         return flat_param._like_this(data.requires_grad_(flat_param.requires_grad))

@@ -93,9 +93,8 @@ def shard(states: Sequence[ShardingState]) -> None:
             check_one_device([original.param for original in found.originals])
             connect(state, found.originals[0].param if found.originals else None, found.lenders())
             waiting.append(found)
-            if (
-                not state.group.backend.has_storage
-            ):  # its exchange gives back memory of the one before (docs/XLA.md)
+            # its exchange gives back memory of the one before (docs/XLA.md)
+            if not state.group.backend.has_storage:
                 _shard(waiting)
                 waiting = []
         if waiting:
@@ -169,7 +168,7 @@ class Found:
         self.lazy: list[str] = []
 
     def add(self, other: Found) -> None:
-        """Also what another module holds that is one unit with this one."""
+        """Adds what another module holds that is one unit with this one."""
         own = {id(original.param): original for original in self.originals}
         self.modules += [m for m in other.modules if m not in self.modules]
         self.below += other.below
@@ -281,7 +280,7 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
 
 
 def _connect_mesh(state: ShardingState) -> None:
-    """Groups that keep parameters between forward and backward; one for all units that ask alike."""
+    """Connects groups that keep parameters between forward and backward; one for all units that ask alike."""
     count, group = state.options.reshard.after_forward, state.group
     frozen = state.options.reshard.frozen
     if frozen != "reshard" and not group.backend.has_storage:
@@ -367,10 +366,11 @@ def _digests(found: Found) -> list[str]:
     if found.state.options.sync_module_states or found.state.group.world_size == 1:
         return []
     return [
-        "" if o.param.is_meta or is_lazy(o.param)
+        ""
+        if o.param.is_meta or is_lazy(o.param)
         else hashlib.sha1(memory_of(o.values.cpu().contiguous())).hexdigest()
         for o in found.originals
-    ]  # fmt: skip
+    ]
 
 
 def _compare_values(found: Found, everybody: list[list[str]]) -> None:
@@ -521,9 +521,8 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
     if is_placed:
         layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
     if layout.grains is not None and not group.backend.has_storage:
-        layout = ShardLayout(
-            layout.numels, group.world_size
-        )  # all ranks run one program: parts are of one size
+        # all ranks run one program: parts are of one size
+        layout = ShardLayout(layout.numels, group.world_size)
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     device = options.device or originals[0].param.device
     if originals[0].store is not None and mesh is not None:
@@ -701,9 +700,8 @@ def _wake(state: ShardingState) -> None:
     borrowed, divisors = state.__dict__.pop("borrowed"), state.__dict__.pop("divided")
     state.is_asleep = False
     connect(state, state.flats[0].listings[0].param if state.flats else None, borrowed)
-    for flat in [
-        f for f in state.flats if f.is_asleep
-    ]:  # else of a unit of several modules, whose first is awake
+    # else of a unit of several modules, whose first is awake
+    for flat in [f for f in state.flats if f.is_asleep]:
         if flat.layout.world_size != state.group.world_size:
             raise ConfigurationError(
                 f"this FSDP module was pickled as a shard of {flat.layout.world_size} and is loaded by "
@@ -745,8 +743,18 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
     state.unit.attach()
 
 
-_meshes: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
-_replicas: weakref.WeakKeyDictionary[Group, dict[int, Group]] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[Group, dict[tuple[range, ...], Group]] = weakref.WeakKeyDictionary()
+
+
+def _part_of(group: Group, parts: Sequence[range]) -> Group:
+    """Returns the group of that one of these parts that this rank is in (collective; made once)."""
+    known, key = _parts.setdefault(group, {}), tuple(parts)
+    if key not in known:
+        mine = [made for part in parts if (made := group.new_group(part)) is not None]
+        if not mine:
+            raise ConfigurationError(f"rank {group.rank} is in none of the groups {parts}")
+        known[key] = mine[0]
+    return known[key]
 
 
 def post_forward_mesh(group: Group, count: int) -> Group:
@@ -759,17 +767,7 @@ def post_forward_mesh(group: Group, count: int) -> Group:
         raise ConfigurationError(
             f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
         )
-    known = _meshes.setdefault(group, {})
-    if count in known:
-        return known[count]
-    mine = None
-    for first in range(0, group.world_size, count):
-        made = group.new_group(range(first, first + count))
-        mine = made if made is not None else mine
-    if mine is None:
-        raise ConfigurationError(f"rank {group.rank} is in none of the groups of {count}")
-    known[count] = mine
-    return mine
+    return _part_of(group, [range(first, first + count) for first in range(0, group.world_size, count)])
 
 
 def hybrid_groups(
@@ -800,17 +798,8 @@ def hybrid_groups(
     """
     everyone = backend_of_job(backend).group(group)
     shards = post_forward_mesh(everyone, shard_size)
-    known = _replicas.setdefault(everyone, {})
-    if shard_size in known:
-        return shards, known[shard_size]
-    replicas = None
-    for offset in range(shard_size):
-        made = everyone.new_group(range(offset, everyone.world_size, shard_size))
-        replicas = made if made is not None else replicas
-    if replicas is None:
-        raise ConfigurationError(f"rank {everyone.rank} is in no group of replicas")
-    known[shard_size] = replicas
-    return shards, replicas
+    across = [range(offset, everyone.world_size, shard_size) for offset in range(shard_size)]
+    return shards, _part_of(everyone, across)
 
 
 def begin_move(state: ShardingState) -> None:

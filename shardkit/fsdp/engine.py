@@ -95,7 +95,7 @@ from ..torch_seams.hooks import (
 )
 from .activations import Activations
 from .flat_param import FlatParam
-from .originals import backward_with_graph, changed_since_forward, written_original
+from .originals import changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
@@ -114,17 +114,14 @@ def check_one_thread(engine: Engine, what: str) -> None:
     other = engine.state.thread
     if engine.state.task in (NO_BACKWARD, task) or other == me:
         return
-    if _is_in_backward(other) and (task == NO_BACKWARD or _called_here()):
+    of_other = sys._current_frames().get(other)
+    if frame_of_backward(of_other) is not None and (task == NO_BACKWARD or _called_here()):
         raise _refusal(other, "backward", what)
 
 
 def _called_here() -> bool:
     """Whether this thread called the backward that it runs."""
     return frame_of_backward(sys._getframe(1)) is not None
-
-
-def _is_in_backward(thread: int) -> bool:
-    return frame_of_backward(sys._current_frames().get(thread)) is not None
 
 
 def _refusal(other: int, doing: str, what: str) -> LifecycleError:
@@ -191,15 +188,12 @@ def check_backward(unit: Unit) -> None:
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
     """Returns the error, which says what to call instead."""
     remedy = f"Use {instead}, or do it with a module that is not wrapped" if instead else _INSTEAD
+    group = unit.group
+    where = "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
     return LifecycleError(
-        f"{_where(unit)}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
+        f"{where}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
         f"gathered and given back while it runs. {remedy}"
     )
-
-
-def _where(unit: Unit) -> str:
-    group = unit.group
-    return "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
 
 
 class BackwardPlan(NamedTuple):
@@ -261,7 +255,7 @@ def plan_backward(
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
-    """When backward has left all units that use a trainable unit's parameters."""
+    """Finds when backward has left all units that use a trainable unit's parameters."""
     users: dict[int, int] = {}  # of each flat parameter, by id
     for unit, time in left.items():
         for flat in (*unit.flats, *unit.borrowed):
@@ -316,49 +310,6 @@ def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     return [end for end, row in zip(ends, rows, strict=True) for _ in row]
 
 
-class _Asked(NamedTuple):
-    units: list[Unit]
-    flags: torch.Tensor  # [units], on its way
-    work: Work
-
-
-class FrozenUnits:
-    """The frozen units of one plan.
-
-    Args:
-        units: those that may lie behind something trainable.
-    """
-
-    def __init__(self, units: Sequence[Unit] = ()) -> None:
-        self._by_group: dict[Group, list[Unit]] = {}
-        self._asked: list[_Asked] = []
-        for unit in units:
-            group = unit.group
-            if group is not None and group.world_size > 1:
-                self._by_group.setdefault(group, []).append(unit)
-
-    def ask(self) -> None:
-        """Starts the exchange of what the forward that has just ended says (collective)."""
-        for group, units in self._by_group.items():
-            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
-            flags = flags.to(group.backend.device())
-            work = group.channel("control").all_reduce(
-                flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"
-            )
-            self._asked.append(_Asked(units, flags, work))
-            for unit in units:
-                unit.is_undecided = True
-
-    def settle(self) -> None:
-        """Waits for the exchanges that were started."""
-        asked, self._asked = self._asked, []
-        for units, flags, work in asked:
-            work.wait()
-            for unit, flag in zip(units, flags.tolist(), strict=True):
-                unit.goes_backward = unit.goes_backward or bool(flag)
-                unit.is_undecided = False
-
-
 _version_of = attrgetter("_version")
 
 
@@ -377,7 +328,7 @@ class ForwardGraph:
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
-        """Backward reached an output of the root."""
+        """Notes that backward reached an output of the root."""
         engine = self._engine
         if engine.state.task == NO_BACKWARD:
             engine.entered = []
@@ -437,7 +388,9 @@ class Engine:
         self._plan = BackwardPlan((), (), (), (), ())
         self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
         self._due: list[int] = []  # of these, as the plan's
-        self._frozen = FrozenUnits()
+        self._frozen: dict[Group, list[Unit]] = {}  # of the plan, that may lie behind something trainable
+        # exchanges that say which of them backward goes through: units, [units] on its way, what to wait for
+        self._asked: list[tuple[list[Unit], torch.Tensor, Work]] = []
         # of the backward in progress:
         self._is_planned = True  # it goes through one forward: see the note
         self._at_end = False  # reductions are issued then
@@ -469,7 +422,7 @@ class Engine:
     # ------------------------------------------------------------ forward
     @not_compiled
     def begin_forward(self) -> None:
-        """The root's forward begins: what is gathered still is of an earlier one."""
+        """Begins the root's forward: what is gathered still is of an earlier one."""
         self.recover()
         for unit in self.units:
             unit.left = 0
@@ -485,7 +438,7 @@ class Engine:
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
             if is_first:
-                self._frozen.settle()
+                self._settle_frozen()
             for unit in self.units:
                 if unit.notice_trainable():
                     self._replan = True
@@ -582,8 +535,8 @@ class Engine:
                 self._make_plan()
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
-            if not self.is_alone:
-                self._frozen.ask()
+            if self._frozen and not self.is_alone:
+                self._ask_frozen()
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
@@ -592,7 +545,7 @@ class Engine:
                 raise written_original(flat)
 
     def _lock_held(self) -> None:
-        """Forward is over: what stays gathered is for backward, or for nobody, and not for the program."""
+        """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
                 for flat in unit.needs:
@@ -623,8 +576,34 @@ class Engine:
         ends = _ends_of_rows(self._order)
         last = len(ends) - 1
         self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
-        self._frozen.settle()
-        self._frozen = FrozenUnits([] if self.is_lazy else frozen_behind_trainable(self._order))
+        self._settle_frozen()
+        self._frozen = {}
+        first = next((k for k, unit in enumerate(self._order) if unit.is_trainable), len(self._order))
+        # frozen, and called after a trainable one (or inside of it)
+        for unit in () if self.is_lazy else dict.fromkeys(self._order[first:]):
+            if not unit.is_trainable and unit.group is not None and unit.group.world_size > 1:
+                self._frozen.setdefault(unit.group, []).append(unit)
+
+    def _ask_frozen(self) -> None:
+        """Starts the exchange of what the forward that has just ended says (collective)."""
+        for group, units in self._frozen.items():
+            flags = torch.tensor([int(u.is_reached) for u in units], dtype=torch.uint8, device="cpu")
+            flags = flags.to(group.backend.device())
+            work = group.channel("control").all_reduce(
+                flags, op=ReduceOp.MAX, async_op=True, label="which frozen units backward goes through"
+            )
+            self._asked.append((units, flags, work))
+            for unit in units:
+                unit.is_undecided = True
+
+    def _settle_frozen(self) -> None:
+        """Waits for the exchanges that were started."""
+        asked, self._asked = self._asked, []
+        for units, flags, work in asked:
+            work.wait()
+            for unit, flag in zip(units, flags.tolist(), strict=True):
+                unit.goes_backward = unit.goes_backward or bool(flag)
+                unit.is_undecided = False
 
     def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
         """Returns what outputs of the root's forward call when backward reaches them, on behalf of ``watcher``."""
@@ -680,7 +659,7 @@ class Engine:
 
     @not_compiled
     def reach(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """Backward is about to enter a unit, with a gradient of its outputs."""
+        """Notes that backward is about to enter a unit, with a gradient of its outputs."""
         if self.is_lazy:
             self.after = [gradient, *self._last_reduced]
         if self.state.task == NO_BACKWARD:
@@ -729,13 +708,13 @@ class Engine:
         start_together(stores, self.after)
 
     def leave(self, unit: Unit) -> None:
-        """Backward has left a call of a unit whose gradients, if any, are there."""
+        """Notes that backward has left a call of a unit whose gradients, if any, are there."""
         is_last = self._is_planned and self._order.count(unit) == 1  # else it may come back on some ranks
         if is_last and not unit.keep_after_backward:
             unit.release()
 
     def _pass(self) -> None:
-        """Backward enters the next unit of the plan, or passes it by."""
+        """Enters the next unit of the plan in backward, or passes it by."""
         self._passed += 1
         if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
@@ -751,7 +730,7 @@ class Engine:
         units, ahead = self._plan.gathers[self._next_gather : position], []
         for unit in units:
             if unit.is_undecided:
-                self._frozen.settle()
+                self._settle_frozen()
             if unit.goes_backward and not unit.is_held:
                 ahead.append(unit)
         if len(ahead) > 1:
@@ -778,7 +757,8 @@ class Engine:
         if not unit.open_calls and not unit.keep_after_backward:
             unit.release()
         if unit.accumulates:
-            unit.widen_local_gradients()
+            for local, pack in unit.local_gradients():
+                local.widen(pack.dtype)  # they are kept in the dtype in which they travel
             if self.state.accumulating:
                 return
         if self._at_end:
@@ -798,7 +778,7 @@ class Engine:
         self._deferred.append(unit)
 
     def _complete_deferred(self, entered: Unit) -> None:
-        """Backward enters a unit, and so has left those that this one is no part of."""
+        """Completes units that backward has left, as it enters one that is no part of them."""
         deferred, self._deferred = self._deferred, []
         for unit in deferred:
             if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
@@ -852,7 +832,12 @@ class Engine:
         """Raises LifecycleError if gradients of sharded parameters would be in a graph: reductions are in none."""
         for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
             if not flat.store.is_whole:
-                raise backward_with_graph(flat)
+                raise LifecycleError(
+                    f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP "
+                    "module's parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and "
+                    "no graph leads back through that. Gradients of inputs may be in a graph, but on XLA: "
+                    "torch.autograd.grad(outputs, inputs, create_graph=True); for others use finite differences"
+                )
 
     @property
     def has_sent(self) -> bool:
@@ -886,7 +871,8 @@ class Engine:
         self._finish_plan()
         for unit in self.units:
             if unit.accumulates:
-                unit.note_local_gradients()
+                for local, pack in unit.local_gradients():
+                    local.note(pack)
             elif unit.has_local_gradients():  # called outside of the root's forward, or in nested backwards
                 self._send(unit)
         while self._in_flight:
@@ -968,13 +954,8 @@ class Engine:
         with torch.enable_grad():
             reached = torch.zeros((), requires_grad=True).clone()
         reached.register_hook(lambda _: self.begin_backward())
-        unused = [flat.unused for unit in self.units for flat in unit.flats]
-        noted = [each.is_noted for each in unused]
-        reached.backward()  # at its end comes what a backward did not reach, which is everything
-        for each, before in zip(unused, noted, strict=True):
-            each.is_noted = (
-                before  # of parameters without a part here this rank knows its own share alone: none
-            )
+        with _adding_nothing(self.units):
+            reached.backward()  # at its end comes what a backward did not reach, which is everything
 
     def _repeat_forward(self) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
@@ -1052,12 +1033,6 @@ class Engine:
         raise TypeError("an engine is not copied; the root makes a new one")
 
 
-def frozen_behind_trainable(calls: Sequence[Unit]) -> list[Unit]:
-    """Frozen units one of whose calls began after that of a trainable unit (the one around it, maybe)."""
-    first = next((k for k, unit in enumerate(calls) if unit.is_trainable), len(calls))
-    return [unit for unit in dict.fromkeys(calls[first:]) if not unit.is_trainable]
-
-
 @contextlib.contextmanager
 def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
     """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
@@ -1069,6 +1044,6 @@ def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def _numbered(checkpoints: list[object]) -> list[int]:
-    """Numbers for objects, in order of appearance; -1 for None."""
+    """Gives objects numbers, in order of appearance; -1 for None."""
     numbers: dict[int, int] = {}
     return [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in checkpoints]

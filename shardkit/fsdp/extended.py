@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
+from ..torch_seams.strided_views import contiguous_strides
 from ..types import Tree
 from .originals import (
     GatheredParameter,
@@ -51,10 +52,7 @@ class Extended(Store):
         self._outputs: list[torch.Tensor] = []  # for each input, [W * n]
         self._places: list[torch.Tensor] = []  # the same, [W, bytes]
 
-    def fits(self) -> bool:
-        """Returns whether what was made lies in this memory."""
-        now = self._flat.group, self._flat.compute_dtype, self._flat.compute_device
-        return now == (self._group, self._dtype, self._device)
+    serves_on = True  # what was made lies in this memory
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -169,13 +167,13 @@ class ExtendedParameter(OriginalParameter):
         return torch.empty(0, dtype=self.param.dtype)
 
     def assign(self, values: torch.Tensor) -> None:
-        """It has memory of its own."""
+        """Does nothing: it has memory of its own."""
 
     def listed(self, part: torch.Tensor) -> torch.Tensor:
         return self.part  # type: ignore[no-any-return]
 
     def replace(self, empty: torch.Tensor) -> None:
-        """Until the next gather it has a shape."""
+        """Gives it a shape until the next gather."""
         self.kind, self.released = GatheredParameter, ReleasedParameter
         self.param = nn.Parameter(
             empty.new_empty(()).expand(self.shape), requires_grad=self.param.requires_grad
@@ -207,7 +205,7 @@ class ExtendedParameter(OriginalParameter):
             sent, self._metadata = before(mesh)
         else:
             module = self.places[0].module
-            sent, self._metadata = before(mesh, self.shape, _strides(self.shape), module, policy)
+            sent, self._metadata = before(mesh, self.shape, contiguous_strides(self.shape), module, policy)
         self._shapes = [t.shape for t in sent]
         return tuple(sent)
 
@@ -222,7 +220,7 @@ class ExtendedParameter(OriginalParameter):
                 after(outputs, self._metadata, dtype, out=self.param)
             return
         made, inner = after(outputs, self._metadata, dtype)
-        made = torch.as_strided(made, self.shape, _strides(self.shape), 0)
+        made = torch.as_strided(made, self.shape, contiguous_strides(self.shape), 0)
         before, self.param = self.param, nn.Parameter(made, requires_grad=self.param.requires_grad)
         self.param._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
         self.kind = GatheredParameter if type(self.param) is nn.Parameter else type(self.param)
@@ -240,10 +238,6 @@ def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
 def is_extended(param: nn.Parameter) -> bool:
     """Whether its class says what is gathered of it."""
     return hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _plain_in(tensor: Tree) -> list[torch.Tensor]:

@@ -30,7 +30,6 @@ from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
 from .optimizer_check import check_first_steps
 from .originals import (
-    Listing,
     OriginalParameter,
     Place,
     Unused,
@@ -38,7 +37,7 @@ from .originals import (
     backward_when_summoned,
     note_originals,
 )
-from .registered import RegisteredShards, UnlistedShard, note_registered
+from .registered import Registered, RegisteredShards, UnlistedShard, note_registered
 from .store import FULL, SUMMONED, Store, store_for
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -99,7 +98,7 @@ class FlatParam:
         self.param = param
         self.places = list(places)
         self.shards: RegisteredShards | None = None
-        self.listings: Sequence[Listing] = [self]
+        self.listings: Sequence[Registered] = [self]
         self.versioned: Sequence[torch.Tensor] = [param]
         self.trains = self.lists_dtensors = self.keeps_on_host = False
         self.reduce = ReducePolicy()
@@ -122,13 +121,13 @@ class FlatParam:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the original parameters while gathered; complex numbers and integers stay what they are."""
+        """Returns the dtype of original parameters while gathered; complex numbers and integers stay what they are."""
         chosen, own = self._compute_dtype, self.param.dtype
         return chosen if chosen is not None and own.is_floating_point else own
 
     @property
     def compute_device(self) -> torch.device:
-        """Device of the original parameters while gathered."""
+        """Returns the device of the original parameters while gathered."""
         return self._compute_device or self.param.device
 
     @property
@@ -141,7 +140,7 @@ class FlatParam:
     # ------------------------------------------------------------ what modules list
     @property
     def flat(self) -> FlatParam:
-        """Itself: it is a ``Listing``."""
+        """Itself: it is :data:`~.registered.Registered`."""
         return self
 
     first = position = 0  # it has all of its original parameters
@@ -181,27 +180,12 @@ class FlatParam:
 
     # ------------------------------------------------------------ the store
     @property
-    def keeps_shapes(self) -> bool:
-        """Original parameters have their shapes while they have no values."""
-        return self.store.keeps_shapes
-
-    @property
-    def gathered(self) -> torch.Tensor:
-        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
-        return self.store.gathered
-
-    @property
-    def is_full(self) -> bool:
-        """Original parameters have their values, or will have after the store's ``finish``."""
-        return self.store.state in FULL
-
-    @property
     def is_summoned(self) -> bool:
         """Inside :meth:`summoned`."""
         return self.store.state is SUMMONED
 
     def adopt(self) -> bool:
-        """Whenever the shard's device or dtype changed: chooses a store, and makes original parameters see it.
+        """Chooses a store whenever the shard's device or dtype changed, and makes original parameters see it.
 
         Returns:
             Whether original parameters had to be replaced by other objects (devices between which tensors can't
@@ -261,13 +245,13 @@ class FlatParam:
             store.start()
 
     def hold(self) -> None:
-        """Original parameters keep their values for a graph that a backward has built, until :meth:`drop`."""
+        """Keeps values of original parameters for a graph that a backward has built, until :meth:`drop`."""
         if self.held_at is None and not self.store.is_whole:
             self.start_gather()
             self.held_at = self.version
 
     def keep(self) -> None:
-        """Original parameters, which are gathered or about to be, keep their values until :meth:`drop`, or a copy."""
+        """Keeps values of original parameters, which are gathered or about to be, until :meth:`drop`, or a copy."""
         if self.kept_at is None and not self.trains and not self.store.is_whole:
             if not self.keeps_on_host:
                 self.store.users += 1
@@ -299,7 +283,7 @@ class FlatParam:
     # ------------------------------------------------------------ full precision
     @contextmanager
     def summoned(self, writeback: bool) -> Iterator[None]:
-        """Original parameters hold their values in full precision; with ``writeback`` changes to them are kept.
+        """Gives original parameters their values in full precision; with ``writeback`` changes to them are kept.
 
         A graph built inside needs values that are gone afterwards. Autograd finds that by the original parameters'
         versions, which differ inside. They are put back, for graphs from before are as good as ever unless somebody

@@ -89,7 +89,7 @@ def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]
 
 
 def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Tensor:
-    """Items, each in one dimension, as the flat parameter [W * S]; zeros are between and behind them."""
+    """Returns items, each in one dimension, as the flat parameter [W * S]; zeros are between and behind them."""
     placed = list(zip(layout.offsets(), rows, strict=True))
     gaps = gaps_between([(start, row.numel()) for start, row in placed], layout.padded_numel)
     placed += [(start, rows[0].new_zeros(numel)) for start, numel in gaps]
@@ -121,7 +121,7 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
 
 
 def rank_by_rank(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
-    """One item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
+    """Orders one item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
     return _as_parts(values.reshape(-1), layout).reshape(-1)
 
 
@@ -180,5 +180,7 @@ def report_padding(layout: ShardLayout, what: str, rank: int) -> None:
     logger.log(
         logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO,
         "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter",
-        what, padding, 100 * share,
-    )  # fmt: skip
+        what,
+        padding,
+        100 * share,
+    )

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +62,7 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original, replaced_shard
+from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original
 from .registered import hide
 from .state import ShardingState, clean, state_of
 from .unit import UnitCall
@@ -107,19 +107,13 @@ def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
 
 
 def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
-    """Backward through what was computed when summoned raises."""
+    """Raises in a backward through what was computed when summoned."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise backward_when_summoned(flats[0])
+
     if flats and torch.is_grad_enabled():
-        watch_outputs(tensors_of(outputs), _Refused(flats[0]).enter_backward)
-
-
-class _Refused:
-    """Backward can't go through a forward that was run when summoned."""
-
-    def __init__(self, flat: FlatParam) -> None:
-        self._flat = flat
-
-    def enter_backward(self, gradient: torch.Tensor | None = None) -> None:
-        raise backward_when_summoned(self._flat)
+        watch_outputs(tensors_of(outputs), refuse)
 
 
 @not_compiled
@@ -164,18 +158,6 @@ class SavedView(NamedTuple):
     transposed: bool = False
 
 
-def _is_transposed(view: torch.Tensor, base: torch.Tensor) -> bool:
-    node = view.grad_fn
-    return node is not None and node.name() == "TBackward0" and _variable(node.next_functions[0][0]) is base
-
-
-def _variable(node: Tree) -> object:
-    try:
-        return node.variable
-    except AttributeError:
-        return None
-
-
 @not_compiled
 def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
     base = tensor._base
@@ -183,8 +165,11 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
         return SavedView(tensor, None) if type(tensor) is GatheredParameter else tensor
     if type(base) is not GatheredParameter:
         return tensor
-    if _is_transposed(tensor, base):
-        return SavedView(base, None, True)
+    node = tensor.grad_fn
+    if node is not None and node.name() == "TBackward0":
+        seen: Tree = getattr(node.next_functions[0][0], "variable", None)
+        if base is seen:
+            return SavedView(base, None, True)
     return SavedView(base, tensor)
 
 
@@ -267,7 +252,13 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
             listed = listing.param
             module, name = listing.places[0]
             if module._parameters.get(name) is not listed:
-                raise replaced_shard(listing)
+                found = module._parameters.get(name)
+                kind = "nothing" if found is None else f"another {type(found).__name__}"
+                raise LifecycleError(
+                    f"rank {flat.group.rank}: in place of the shard {name!r} ({listing.label}) there is {kind}, which "
+                    "forward would ignore (functional_call does this, and assigning a parameter). Change parameters "
+                    "inside of summon_full_params(), or pass functional_call the FSDP module's own parameters"
+                )
             for original in listing.originals:
                 for module, name in original.places:
                     found = module._parameters.get(name)
@@ -276,9 +267,8 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
                     ):
                         if found is not original.param:
                             raise replaced_original(original.param, flat.group.rank)
-                        hide(
-                            Place(module, name), original.param
-                        )  # it was put back, see [Note: registrations]
+                        # it was put back, see [Note: registrations]
+                        hide(Place(module, name), original.param)
     in_backward = current_backward() != NO_BACKWARD
     is_outermost = bool(state.is_root) and engine.forwards == 0 and not in_backward
     if not in_backward:
@@ -296,13 +286,13 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         fail(state, entered, error)
         raise
     if state.options.offload.activations and not in_backward and torch.is_grad_enabled():
-        page = engine.activations.enter(state.group.backend, [flat.gathered for flat in unit.needs])
+        page = engine.activations.enter(state.group.backend, [flat.store.gathered for flat in unit.needs])
         return entered._replace(page=page)
     return entered
 
 
 def enter_again(state: ShardingState) -> None:
-    """A forward calls its own module once more: there is nothing to gather.
+    """Notes that a forward calls its own module once more: there is nothing to gather.
 
     Raises:
         LifecycleError: it is another thread's.
@@ -416,7 +406,7 @@ class MethodCall:
         self._args, self._kwargs = args, kwargs
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._before).remove)
-            stack.enter_context(_FullStateDict(self._state))
+            stack.enter_context(_full_state_dicts(self._state))
             try:
                 outputs = method(*args, **kwargs)
             except BaseException as error:
@@ -435,22 +425,20 @@ class MethodCall:
             self._entered = watched(entered, self._state, (self._args, self._kwargs))
 
 
-class _FullStateDict:
+@contextmanager
+def _full_state_dicts(state: ShardingState) -> Iterator[None]:
     """Inside, ``state_dict()`` of the wrapped module is that of the wrapper: ``save_pretrained`` calls it."""
+    attributes: StateDict = state.module.__dict__
 
-    def __init__(self, state: ShardingState) -> None:
-        self._door = state.door
-        self._attributes: StateDict = state.module.__dict__
-
-    def __enter__(self) -> None:
-        self._attributes["state_dict"] = self._state_dict
-
-    def __exit__(self, *error: object) -> None:
-        self._attributes.pop("state_dict", None)
-
-    def _state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
-        del self._attributes["state_dict"]  # the wrapper will ask the module itself
+    def full(*args: Any, **kwargs: Any) -> StateDict:
+        del attributes["state_dict"]  # the wrapper will ask the module itself
         try:
-            return self._door.state_dict(*args, **kwargs)
+            return state.door.state_dict(*args, **kwargs)
         finally:
-            self._attributes["state_dict"] = self._state_dict
+            attributes["state_dict"] = full
+
+    attributes["state_dict"] = full
+    try:
+        yield
+    finally:
+        attributes.pop("state_dict", None)

@@ -106,7 +106,10 @@ def fully_shard(
     """
     words, given = in_torchs_words(torchs_words), modules_of(module)
     modules = given
-    inside = [*map(_listing_dtensors, modules)]
+    inside = [
+        [s.module for s in map(state_of, m.modules()) if s is not None and s.options.dtensors]
+        for m in modules
+    ]
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
         are_torchs = bool(torchs_words) or mesh is not None or any(inside)
@@ -160,20 +163,8 @@ def _check(module: nn.Module, dtensors: bool, without: list[nn.Module]) -> None:
             f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): nobody "
             "calls them. Shard their members, each or as a list"
         )
-    may_list = _may_list if dtensors else None
+    may_list = (lambda p: is_dtensor(p) or is_extended(p)) if dtensors else None
     check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
-
-
-def _listing_dtensors(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for state in map(state_of, module.modules()):
-        if state is not None and state.options.dtensors:
-            found.append(state.module)
-    return found
-
-
-def _may_list(param: nn.Parameter) -> bool:
-    return is_dtensor(param) or is_extended(param)
 
 
 class _Call(NamedTuple):
@@ -289,7 +280,7 @@ class InPlace:
         return args, kwargs
 
     def leave_method(self, module: nn.Module, outputs: Tree) -> Tree:
-        """The end of such a method."""
+        """Ends such a method."""
         outputs = self._leave(module, (), {}, outputs)
         if not self._calls:
             self._method = None
@@ -400,5 +391,5 @@ class InPlace:
 
 
 def _first(handle: Any, hooks: Any) -> None:
-    """The hook that was registered last becomes the first."""
+    """Makes the hook that was registered last the first."""
     hooks.move_to_end(handle.id, last=False)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple, Protocol, final
+from typing import final
 
 import torch
 
@@ -30,7 +30,8 @@ from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
 from .landing import Arriving
-from .originals import Listing, SplitParameter, as_tensors
+from .originals import SplitParameter, as_tensors
+from .registered import Registered, add_gradient
 
 _grad_of = attrgetter("param.grad")
 
@@ -40,16 +41,8 @@ _grad_of = attrgetter("param.grad")
 Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 
 
-class Replicas(Protocol):
-    """The part of :class:`~shardkit.backend.Group` that is used of ranks that hold the same shard."""
-
-    world_size: int
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work: ...
-
-
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
-    """Dtype in which gradients are packed."""
+    """Returns the dtype in which gradients are packed."""
     own = flat.compute_dtype
     return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
 
@@ -68,6 +61,7 @@ class GradientPack(ABC):
         dtype: in which gradients travel.
         trainable: for each original parameter, whether it is.
         part_numel: numel of this rank's part of what is reduced.
+        replicas: average the results; None where this rank alone holds the shard.
     """
 
     def __init__(
@@ -90,6 +84,7 @@ class GradientPack(ABC):
             flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
         )
         self.in_flight: Reduction | None = None
+        self.replicas: Group | CompressedAllReduce | None = None
         self._arriving: list[tuple[list[bool], Arriving, bool]] = []  # at a shard on the host
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
@@ -162,12 +157,8 @@ class GradientPack(ABC):
         """Whether :meth:`receive` would not wait."""
         return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
-    def receive(self, replicas: Replicas | None) -> None:
-        """Waits for the reduction, and adds the result to the shard's gradient.
-
-        Args:
-            replicas: ranks that hold the same shard; the result is averaged over them too.
-        """
+    def receive(self) -> None:
+        """Waits for the reduction, and adds the result, averaged over replicas too, to the shard's gradient."""
         if self.in_flight is None:
             self._forget_zeros(self._flat.unused.originals)
             return
@@ -177,8 +168,8 @@ class GradientPack(ABC):
             with self._flat.ranges.reduce_wait():
                 work.wait()
             self._arrived()
-        if replicas is not None:
-            self._average(result, replicas)
+        if self.replicas is not None:
+            self._average(result, self.replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
         if not had_all:
@@ -188,10 +179,10 @@ class GradientPack(ABC):
         elif self._flat.store.landing is not None:
             self.arrive(had, result, had_all)
         elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
-            self._hand_over(self._own(result))
+            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
     def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
-        """The shard gets the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
+        """Gives the shard the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
         landing = self._flat.store.landing
         if landing is not None and result.device.type == self._device.type:
             self._arriving.append((had, landing.start(result[: self._size]), had_all))
@@ -209,7 +200,7 @@ class GradientPack(ABC):
 
     def _give(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         if self._note(had, had_all, result):
-            self._hand_over(self._own(result))
+            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
 
     def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
         """Gives the shard each of these after the one before; see :meth:`arrive`."""
@@ -267,9 +258,10 @@ class GradientPack(ABC):
 
     def forget_errors(self) -> None:
         """Drops what compression has left out so far."""
-        return
+        if isinstance(self.replicas, CompressedAllReduce):
+            self.replicas.forget_errors()
 
-    def clear_unused(self, listing: Listing) -> None:
+    def clear_unused(self, listing: Registered) -> None:
         """Notes that a registered parameter's gradient is new: none of its original parameters has had one yet."""
         unused = self._flat.unused
         if listing is self._flat:
@@ -278,11 +270,11 @@ class GradientPack(ABC):
             unused.originals[listing.first] = True
 
     def _forget_zeros(self, unused: Sequence[bool]) -> None:
-        """The shard's gradient may be zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
+        """Drops the shard's gradient where it is zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
         if False not in unused:
             self._flat.param.grad = None
 
-    def _average(self, result: torch.Tensor, replicas: Replicas) -> None:
+    def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> None:
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
@@ -290,23 +282,6 @@ class GradientPack(ABC):
             replicas.all_reduce(
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
-
-    def _hand_over(self, gradient: torch.Tensor) -> None:
-        """Adds to the shard's gradient, as autograd would: through hooks, which autograd never calls for it."""
-        param = self._flat.param
-        if gradient.shape != param.shape:
-            gradient = gradient.view(param.shape)
-        for hook in (param._backward_hooks or {}).values():
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        if param.grad is None:
-            param.grad = gradient
-        else:
-            param.grad.add_(gradient)
-        if type(param.grad) is torch.Tensor:
-            param.grad.__class__ = self._gradient_class
-        for after in (param._post_accumulate_grad_hooks or {}).values():
-            after(param)
 
 
 class StoredPack(GradientPack):
@@ -335,7 +310,7 @@ class StoredPack(GradientPack):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are packed and sent, of all ranks' parts."""
+        """Returns the bytes that are packed and sent, of all ranks' parts."""
         return self._form.starts[-1] * self._dtype.itemsize
 
     @property
@@ -452,7 +427,7 @@ class CompressedPack(StoredPack):
         return had, had_all, result, work
 
     def _arrived(self) -> None:
-        """It was given back."""
+        """Does nothing: it was given back."""
 
     def forget_errors(self) -> None:
         self._exchange.feedback.forget()
@@ -492,7 +467,7 @@ class LazyPack(GradientPack):
         flat.unused.note_elements(used, flat.param.grad is None)
         return True
 
-    def clear_unused(self, listing: Listing) -> None:
+    def clear_unused(self, listing: Registered) -> None:
         """Clears as :meth:`GradientPack.clear_unused` does, but elements."""
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
@@ -521,22 +496,10 @@ class WholePack(GradientPack):
         """Nothing was sent."""
 
 
-class Way(NamedTuple):
-    """The way of a flat parameter's gradients to the shard.
-
-    Attributes:
-        pack: reduces them within the group.
-        replicas: average the results; None where this rank alone holds the shard.
-    """
-
-    pack: GradientPack
-    replicas: Replicas | None
-
-
-def way_for(
+def pack_for(
     flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
-) -> Way:
-    """Returns the way for where the shard is now; see :class:`GradientPack`.
+) -> GradientPack:
+    """Returns what reduces gradients to where the shard is now; see :class:`GradientPack`.
 
     Compressed is what crosses hosts: what replicas exchange, or where there are none what the group does.
     """
@@ -546,15 +509,18 @@ def way_for(
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:
-        return Way(CompressedPack(flat, group, reduce, divisors, blocks), replicas)
+        pack: GradientPack = CompressedPack(flat, group, reduce, divisors, blocks)
+        pack.replicas = replicas
+        return pack
     if group.world_size == 1 and not has_replicas:  # replicas tell each other by flags who had which gradient
         kind: type[GradientPack] = WholePack
     else:
         kind = StoredPack if group.backend.has_storage else LazyPack
     pack = kind(flat, group, reduce, divisors, blocks)
-    if blocks is None or replicas is None:
-        return Way(pack, replicas)
-    return Way(pack, CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback))
+    pack.replicas = replicas
+    if blocks is not None and replicas is not None:
+        pack.replicas = CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback)
+    return pack
 
 
 def predivide_factor(world_size: int) -> int:

@@ -20,11 +20,13 @@ from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import refuse_stand_ins, shard_behind
 from ..types import StateDict
 from .flat_values import taken_apart
-from .originals import Listing, managing
+from .originals import managing
+from .registered import Registered
 from .state import plain_name, state_of
+from .state_dict import name_at
 
 
-def slot_of(listing: Listing) -> Slot:
+def slot_of(listing: Registered) -> Slot:
     """Returns the slot that stands for original parameters in the state of an optimizer with this listing's shard."""
     rank = listing.group.rank
     here = {p.item: p for p in listing.layout.pieces() if p.rank == rank}
@@ -32,16 +34,17 @@ def slot_of(listing: Listing) -> Slot:
     for item, (name, original) in enumerate(zip(listing.names, listing.originals, strict=True)):
         piece, is_empty = here.get(item), not original.shape.numel()
         answers = rank == 0 if is_empty else piece is not None and piece.start == 0
-        full = f"{listing.path}.{name}" if listing.path else name
+        path = listing.flat.path_of(listing.first + item)
+        full = f"{path}.{name}" if path else name
         spans.append(Span(full, original.shape, piece, answers))
     join = functools.partial(gather_parts, listing)
     return Slot(listing.param, tuple(spans), True, group=listing.group, join=join)
 
 
 @torch.no_grad()
-def gather_parts(listing: Listing, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
+def gather_parts(listing: Registered, value: torch.Tensor, keep: bool = True) -> list[torch.Tensor]:
     """Returns the original parameters' parts of a state, on the CPU (collective)."""
-    shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.compute_device)
+    shard = value.detach().as_subclass(torch.Tensor).contiguous().view(-1).to(listing.flat.compute_device)
     full = shard
     if listing.group.world_size > 1:
         full = shard.new_empty(listing.layout.padded_numel)
@@ -81,7 +84,7 @@ def _slots_of(optimizer: Optimizer) -> list[Slot | None]:
     return [None if listing is None else slot_of(_of_one(listing)) for listing in found]
 
 
-def _of_one(listing: Listing) -> Listing:
+def _of_one(listing: Registered) -> Registered:
     if len(listing.originals) != 1:
         raise ConfigurationError(
             f"a shard has {len(listing.originals)} parameters in it ({', '.join(listing.names[:3])}, ...), so that "
@@ -91,7 +94,7 @@ def _of_one(listing: Listing) -> Listing:
 
 
 def follow_shards(optimizer: Optimizer) -> None:
-    """An optimizer that was made before its parameters were sharded has the shards in their places from now on.
+    """Gives an optimizer that was made before its parameters were sharded the shards in their places.
 
     Raises:
         ConfigurationError: it has state, which is of whole parameters; or a shard has several parameters in it.
@@ -124,7 +127,7 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, Held]:
     for path, m in model.named_modules():
         state = state_of(m)
         for listing in state.listings if state is not None else ():
-            names = [plain_name(f"{path}.{n}" if path else n) for n in listing.names]
+            names = [name_at(path, n) for n in listing.names]
             found[id(listing.param)] = Held(names, slot_of(listing), position.get(id(listing.param), -1))
     for name, param in model.named_parameters():
         found.setdefault(id(param), Held([plain_name(name)], None, position.get(id(param), -1)))

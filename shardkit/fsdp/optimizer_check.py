@@ -48,8 +48,8 @@ from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_elemen
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .masters import Mirrored
-from .originals import Listing, managing, name_of_original
-from .registered import dimensions_asked, flat_changed_by
+from .originals import managing, name_of_original
+from .registered import Registered, dimensions_asked, flat_changed_by
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -61,21 +61,42 @@ logger = logging.getLogger("shardkit")
 _NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
 
 
-class Skips:
-    """Puts aside what the steps of one optimizer leave alone.
+class _Looked:
+    """Remembers what was seen of an optimizer, and puts aside what its steps leave alone.
 
     Attributes:
+        numbers: of parameters in its groups; None: look again.
+        wrapped: how many flat parameters there were.
+        listings: what its parameters are listed for, by group of ranks.
+        flats: the flat parameters of these.
+        whole: those that are listed as they are.
+        copied: flat parameters whose shards it changes, on the host, and the device has a copy of.
+        options: as all ranks have them.
+        is_judged: it may step over shards.
+        has_loaded: state, since.
         saved: what was put aside for the step in progress.
         left_out: by label of a flat parameter, the numbers of those in it that had no gradient in some step; None once
             that was warned of.
     """
 
     def __init__(self) -> None:
+        self.numbers: tuple[int, ...] | None = None
+        self.wrapped = 0
+        self.listings: list[list[weakref.ref[Registered]]] = []
+        self.flats: list[weakref.ref[FlatParam]] = []
+        self.whole: list[weakref.ref[FlatParam]] = []
+        self.copied: list[weakref.ref[FlatParam]] = []
+        self.options = AgreedOptions()
+        self.is_judged = self.has_loaded = False
         self.saved: list[tuple[FlatParam, PutAside]] = []
         self.left_out: dict[str, set[int]] | None = {}
 
+    def look_again(self, _: object) -> None:
+        """Notes that it has loaded state."""
+        self.numbers, self.has_loaded = None, True
+
     def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParam]) -> None:
-        """Before a step over these."""
+        """Puts aside what a step over these leaves alone."""
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
             are_some = True in unused.originals
@@ -85,7 +106,12 @@ class Skips:
                 continue
             if are_some or unused.used is not None:
                 used = unused.used
-                kept = UnusedRanges(_unused_ranges(flat)) if used is None else UsedMask(used)
+                ranges = [
+                    (p.offset, p.offset + p.numel)
+                    for p in flat.layout.pieces()
+                    if p.rank == flat.group.rank and unused.originals[p.item]
+                ]
+                kept = UnusedRanges(ranges) if used is None else UsedMask(used)
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:
@@ -100,7 +126,7 @@ class Skips:
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)
-        if not again or not _holds_several(flat) or not _counts(optimizer):
+        if not again or len(flat.originals) == 1 or not _counts(optimizer):
             return
         self.left_out = None
         text = (
@@ -116,20 +142,6 @@ class Skips:
         logger.warning(text, rank, name, type(optimizer).__name__)
 
 
-def _unused_ranges(flat: FlatParam) -> list[tuple[int, int]]:
-    """Parts of this rank's shard whose original parameters had no gradient, as (start, end)."""
-    return [
-        (p.offset, p.offset + p.numel)
-        for p in flat.layout.pieces()
-        if p.rank == flat.group.rank and flat.unused.originals[p.item]
-    ]
-
-
-def _holds_several(flat: FlatParam) -> bool:
-    """Whether what an optimizer lists of it, and keeps one state for, is several original parameters."""
-    return len(flat.originals) > 1
-
-
 def _counts(optimizer: Optimizer) -> bool:
     """Whether the update of a flat parameter depends on one number for it."""
     if isinstance(optimizer, _NO_COUNTS):
@@ -142,40 +154,6 @@ def _counts(optimizer: Optimizer) -> bool:
         for k, v in state.items()
         if k not in state_by_element(param, state)
     )
-
-
-logger = logging.getLogger("shardkit")
-
-
-class _Looked:
-    """Remembers what was seen of an optimizer.
-
-    Attributes:
-        numbers: of parameters in its groups; None: look again.
-        wrapped: how many flat parameters there were.
-        listings: what its parameters are listed for, by group of ranks.
-        flats: the flat parameters of these.
-        whole: those that are listed as they are.
-        copied: flat parameters whose shards it changes, on the host, and the device has a copy of.
-        options: as all ranks have them.
-        skips: what its steps leave alone.
-        is_judged: it may step over shards.
-        has_loaded: state, since.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: tuple[int, ...] | None = None
-        self.wrapped = 0
-        self.listings: list[list[weakref.ref[Listing]]] = []
-        self.flats: list[weakref.ref[FlatParam]] = []
-        self.whole: list[weakref.ref[FlatParam]] = []
-        self.copied: list[weakref.ref[FlatParam]] = []
-        self.options, self.skips = AgreedOptions(), Skips()
-        self.is_judged = self.has_loaded = False
-
-    def look_again(self, _: object) -> None:
-        """It has loaded state."""
-        self.numbers, self.has_loaded = None, True
 
 
 class _FirstSteps:
@@ -204,15 +182,15 @@ class _FirstSteps:
             if listings:
                 looked.options.check(listings[0].group, optimizer.param_groups)
                 _agree_on_cleared(listings)
-        looked.skips.saved = []  # of a step that was refused
+        looked.saved = []  # of a step that was refused
         if looked.whole:
-            looked.skips.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
+            looked.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
 
     def after(self, optimizer: Optimizer) -> None:
         """Notes that the step is over, or a closure is about to make other gradients."""
         looked = self._looked.get(optimizer)
         if looked is not None and looked.flats:
-            looked.skips.put_back(optimizer)
+            looked.put_back(optimizer)
             looked.options.note(optimizer.param_groups)
             for ref in looked.flats:
                 flat = ref()
@@ -226,7 +204,11 @@ class _FirstSteps:
 def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     listed = [listing for listing in map(listing_of, params) if listing is not None]
-    cut = [*filter(_is_cut, listed)]
+    cut = [
+        f
+        for f in listed  # whose shard is not one of the parameters as it is
+        if f.group.world_size > 1 or len(f.originals) > 1 or f.param.shape != f.originals[0].shape
+    ]
     is_new = not looked.is_judged and bool(cut)
     if is_new or looked.has_loaded:
         check_loaded(optimizer, listed)
@@ -239,7 +221,7 @@ def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
         _warn_of_groups_by_dimension(optimizer)
         mark_state_dicts(optimizer, looked.look_again)
         looked.is_judged = True
-    by_ranks: dict[tuple[int, ...], list[weakref.ref[Listing]]] = {}
+    by_ranks: dict[tuple[int, ...], list[weakref.ref[Registered]]] = {}
     for listing in listed:
         by_ranks.setdefault(listing.group.ranks, []).append(weakref.ref(listing))
     looked.listings = [*by_ranks.values()]
@@ -266,7 +248,7 @@ _of_torch: AnyCallable = torch.optim.Muon.__init__
 
 @functools.wraps(_of_torch)
 def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwargs: object) -> None:
-    """torch's Muon looks at shapes when it is made, before there is a step to look at."""
+    """Makes torch's Muon, which looks at shapes right then, before there is a step to look at."""
     params = [*params]
     try:
         _of_torch(self, params, *args, **kwargs)
@@ -274,11 +256,6 @@ def _make_muon(self: Optimizer, params: Iterable[object], *args: object, **kwarg
         if any(isinstance(p, torch.Tensor) and shard_behind(p) is not None for p in tree_leaves(params)):
             raise _coupled("Muon") from error
         raise
-
-
-def _is_cut(flat: Listing) -> bool:
-    """Whether what the optimizer sees is not one of the parameters as it is."""
-    return flat.group.world_size > 1 or len(flat.originals) > 1 or flat.param.shape != flat.originals[0].shape
 
 
 def _refuse_originals(optimizer: Optimizer) -> None:
@@ -293,7 +270,7 @@ def _refuse_originals(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_differences(optimizer: Optimizer, listed: list[Listing]) -> None:
+def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
     """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
     facts = [*option_facts(optimizer=type(optimizer).__name__), *group_facts(optimizer.param_groups, 0)]
     placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(listing_of, g["params"])]
@@ -306,7 +283,7 @@ def _refuse_differences(optimizer: Optimizer, listed: list[Listing]) -> None:
         check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
 
 
-def _agree_on_cleared(listings: Sequence[Listing]) -> None:
+def _agree_on_cleared(listings: Sequence[Registered]) -> None:
     """See [Note: cleared].
 
     Raises:
@@ -397,9 +374,8 @@ class _LocalSteps:
     def before(self, optimizer: Optimizer) -> None:
         groups = optimizer.param_groups
         one_of_each = {type(p): p for g in groups for p in g["params"]}
-        kinds = {
-            kind for kind, p in one_of_each.items() if is_dtensor(p)
-        }  # not asked of each: a call a parameter
+        # not asked of each: a call a parameter
+        kinds = {kind for kind, p in one_of_each.items() if is_dtensor(p)}
         if not kinds:
             return
         listed = [p for g in groups for p in g["params"] if type(p) in kinds]

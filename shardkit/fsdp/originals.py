@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import islice
 from operator import not_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
-from ..layout import ShardLayout
 from ..torch_seams.callers import callers
 from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
@@ -183,7 +181,7 @@ class OriginalParameter:
         self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
 
     def replace(self, empty: torch.Tensor) -> None:
-        """It becomes another object, of the dtype and device of this one."""
+        """Makes it another object, of the dtype and device of this one."""
         self.param = nn.Parameter(empty.clone(), requires_grad=self.param.requires_grad)
 
     def __getstate__(self) -> StateDict:
@@ -256,58 +254,6 @@ def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str
             )
 
 
-class Listing(Protocol):
-    """Says for what one registered parameter is listed: all of a flat parameter, or one original parameter of it.
-
-    Attributes:
-        flat: the flat parameter.
-        first: number of its first original parameter in the flat parameter.
-        position: of its original parameter among those of the module; 0 where it has several.
-        originals: in the order in which they lie in it.
-        names: path of each in the unit's module.
-        path: the unit's path in the root module, as far as it is known.
-        label: what it is called in errors.
-        param: the registered parameter.
-        places: where it is listed.
-        layout: how its original parameters are cut between ranks.
-        group: ranks that share it.
-        compute_device: device of the original parameters while gathered.
-    """
-
-    param: nn.Parameter
-    layout: ShardLayout
-
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def flat(self) -> FlatParam: ...
-
-    @property
-    def originals(self) -> list[OriginalParameter]: ...
-
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def places(self) -> list[Place]: ...
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def compute_device(self) -> torch.device: ...
-
-
 class Owner(NamedTuple):
     """The flat parameter that holds an original parameter's values, and which of those in it this is."""
 
@@ -318,9 +264,8 @@ class Owner(NamedTuple):
 # Of original parameters, by id. Neither these nor flat parameters, which hold them, are kept alive. What is noted ends
 # with the flat parameter.
 _owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
-_views: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # owners of views of original parameters that a program keeps
+# owners of views of original parameters that a program keeps
+_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
@@ -357,7 +302,7 @@ def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
 
 
 def note_copying(flats: Sequence[FlatParam], memo: Memo) -> None:
-    """Parameters of these may be copied without values: the flat parameters are copied too, and fill the copies."""
+    """Lets parameters of these be copied without values: the flat parameters are copied too, and fill the copies."""
     memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
 
 
@@ -367,14 +312,14 @@ def are_copied(flats: Sequence[FlatParam], memo: Memo) -> bool:
 
 
 def name_of_original(param: nn.Parameter) -> str | None:
-    """Full name of an original parameter, as far as it is known; None for other parameters."""
+    """Returns the full name of an original parameter, as far as it is known; None for other parameters."""
     return _name(param) if _owner_of(param) is not None else None
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     """Returns the parameter, or where it has lost its shape too (lazy execution) one that is like it."""
     owner = _owner_of(param)
-    if owner is None or owner.flat.keeps_shapes:
+    if owner is None or owner.flat.store.keeps_shapes:
         return param
     shape = owner.flat.originals[owner.number].shape
     return torch.empty(shape, dtype=param.dtype, device=param.device if what in ALIKE else "meta")
@@ -399,7 +344,13 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
     of_view = _views.get(param)
     flat = None if of_view is None else of_view[0]()
     if flat is not None:
-        return _refusal_of_view(Owner(flat, of_view[1]), what)
+        group, name = flat.group, _name_in(Owner(flat, of_view[1]))
+        return (
+            f"rank {group.ranks[group.rank]}: {what} needs the values of a view of parameter {name!r} that was kept "
+            f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the "
+            "view has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that "
+            "holds the parameter"
+        )
     owner, name = _owner_of(param), _name(param)
     if owner is None:
         return (
@@ -416,16 +367,6 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
         "`with module.summon_full_params():` (of a module that fully_shard has sharded: "
         "`with shardkit.sharding_of(module).summon_full_params():`). A module that reads weights of other modules has "
         "to be wrapped together with them"
-    )
-
-
-def _refusal_of_view(owner: Owner, what: str) -> str:
-    group, name = owner.flat.group, _name_in(owner)
-    return (
-        f"rank {group.ranks[group.rank]}: {what} needs the values of a view of parameter {name!r} that was kept "
-        f"from a forward: the parameter is sharded over {group.world_size} ranks and not gathered now, and the view "
-        "has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that holds the "
-        "parameter"
     )
 
 
@@ -482,7 +423,7 @@ class Unused:
         self.used = used
 
     def note(self, had: Sequence[bool], is_new: bool) -> None:
-        """These have got a gradient: the first since it was cleared, if it ``is_new``."""
+        """Notes that these have got a gradient: the first since it was cleared, if it ``is_new``."""
         self.is_noted = True
         if is_new:
             self.originals = list(map(not_, had))
@@ -516,18 +457,6 @@ _BY_NAMES_OF_MODULES = {
 }
 
 
-def replaced_shard(flat: Listing) -> LifecycleError:
-    """Returns the error where somebody put another tensor in the place of a shard."""
-    module, name = flat.places[0]
-    found = module._parameters.get(name)
-    kind = "nothing" if found is None else f"another {type(found).__name__}"
-    return LifecycleError(
-        f"rank {flat.group.rank}: in place of the shard {name!r} ({flat.label}) there is {kind}, "
-        "which forward would ignore (functional_call does this, and assigning a parameter). Change parameters inside "
-        "of summon_full_params(), or pass functional_call the FSDP module's own parameters"
-    )
-
-
 def replaced_original(param: nn.Parameter, rank: int) -> LifecycleError:
     """Returns the error where somebody put a tensor in the place of a parameter that is in a flat parameter."""
     return LifecycleError(
@@ -550,15 +479,6 @@ def put_into_wrapper(name: str) -> LifecycleError:
     )
 
 
-def unknown_root(flat: FlatParam, number: int) -> LifecycleError:
-    """Returns the error where backward reaches a unit that no FSDP forward was run for."""
-    name = name_of_original(flat.originals[number].param)
-    return LifecycleError(
-        f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it was never "
-        "called; call the FSDP module, not what it wraps, or its shards get no gradients"
-    )
-
-
 def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     """Returns the error where backward needs what a forward inside of ``summon_full_params`` computed with."""
     return LifecycleError(
@@ -574,16 +494,6 @@ def written_original(flat: FlatParam) -> LifecycleError:
         f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
         "backward that followed). It is a copy of what the shards hold, and the change is lost. Write inside of "
         "summon_full_params(), between steps; a value that changes in forward can be a buffer"
-    )
-
-
-def backward_with_graph(flat: FlatParam) -> LifecycleError:
-    """Returns the error where a backward that builds a graph gives gradients of parameters, or execution is lazy."""
-    return LifecycleError(
-        f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP module's "
-        "parameters (a Hessian of the weights) is not possible: they are reduced over ranks, and no graph leads back "
-        "through that. Gradients of inputs may be in a graph, but on XLA: torch.autograd.grad(outputs, inputs, "
-        "create_graph=True); for others use finite differences"
     )
 
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -43,19 +43,21 @@ from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.marked_tensors import as_plain
 from ..types import StateDict
 from .extended import ExtendedParameter, no_values
-from .originals import Listing, OriginalParameter, Place, as_tensors, mesh_of
+from .originals import OriginalParameter, Place, as_tensors, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from .flat_param import FlatParam
 
+Registered: TypeAlias = "FlatParam | RegisteredShard"
+"""Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
 
 _grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
-def note_registered(listings: Sequence[Listing]) -> None:
+def note_registered(listings: Sequence[Registered]) -> None:
     """From now on their parameters are known to be listed for these."""
     for listing in listings:
         if type(listing.param) is FlatParameter:
@@ -81,7 +83,7 @@ def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator
 class RegisteredShard:
     """One original parameter of a flat parameter as modules list it: this rank's part.
 
-    It answers for this parameter what a flat parameter that is listed as such answers for all in it (``Listing``).
+    It answers for this parameter what a flat parameter that is listed as such answers for all in it.
 
     Attributes:
         flat: the flat parameter.
@@ -128,24 +130,14 @@ class RegisteredShard:
         return [self.flat.names[self.first]]
 
     @property
-    def path(self) -> str:
-        """The unit's path in the root module, as far as it is known."""
-        return self.flat.path_of(self.first)
-
-    @property
     def label(self) -> str:
         """Names it in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
     def group(self) -> Group:
-        """Ranks that share it."""
+        """Returns the ranks that share it."""
         return self.flat.group
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Device of the original parameter while gathered."""
-        return self.flat.compute_device
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part in the shard's values, or gradients, [S]: a view in the shape that is listed."""
@@ -378,11 +370,12 @@ class RegisteredShards:
         if own is not None:
             with as_plain():
                 own.add_(gradient)
-            _mark(
-                before, kind
-            )  # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
+            # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
+            _mark(before, kind)
         elif there or hooked:
-            self._hand_over_one_by_one(gradient, had, kind, before)
+            for p, view in zip(self.params, self._views(gradient, had, kind), strict=True):
+                if view is not None:
+                    add_gradient(p, view, kind)
         else:
             self._show(gradient, had, kind)
         for r, _ in there:
@@ -393,22 +386,33 @@ class RegisteredShards:
                 for after in (p._post_accumulate_grad_hooks or {}).values() if h else ():
                     after(p)
 
-    def _hand_over_one_by_one(
-        self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor],
-        before: Sequence[torch.Tensor | None],
-    ) -> None:  # fmt: skip
-        for p, view, g in zip(self.params, self._views(gradient, had, kind), before, strict=True):
-            if view is None:
-                continue
-            for hook in (p._backward_hooks or {}).values():
-                changed = hook(view)
-                view = view if changed is None else changed
-            if g is None:
-                p.grad = view
-            else:
-                with as_plain():
-                    g.add_(view)
-                _mark([g], kind)
+
+def add_gradient(
+    param: torch.Tensor, gradient: torch.Tensor, kind: type[torch.Tensor], is_last: bool = False
+) -> None:
+    """Adds to a shard's gradient, as autograd would: through hooks, which autograd never calls for it.
+
+    Args:
+        gradient: of so many elements.
+        kind: class of gradients whose other parts are on other ranks.
+        is_last: hooks for when the gradient is there are called, too.
+    """
+    if gradient.shape != param.shape:
+        gradient = gradient.view(param.shape)
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    if param.grad is None:
+        param.grad = gradient
+    else:
+        with as_plain():
+            param.grad.add_(gradient)
+    if type(param.grad) is torch.Tensor:
+        param.grad.__class__ = kind
+    else:
+        _mark([param.grad], kind)
+    for after in (param._post_accumulate_grad_hooks or {}).values() if is_last else ():
+        after(param)
 
 
 def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
@@ -517,7 +521,7 @@ class ShardedFlatParameter(FlatParameter):
     @property
     def _full_param_padded(self) -> torch.Tensor:
         """The gathered flat parameter [W * S]; without memory while the unit is not gathered."""
-        return self._flat.gathered
+        return self._flat.store.gathered
 
     @property
     def _saved_grad_shard(self) -> torch.Tensor | None:
@@ -532,7 +536,7 @@ ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the
 
 
 def register(place: Place, param: nn.Parameter) -> None:
-    """A module registers a parameter under one of the names it was written with, where that was among the others."""
+    """Registers a parameter of a module under one of the names it was written with, where that was among the others."""
     module, name = place
     registered, order = module._parameters, _order(module)
     if name not in registered and name in order:
@@ -554,13 +558,13 @@ def unregister(place: Place) -> None:
 
 
 def hide(place: Place, param: nn.Parameter) -> None:
-    """The parameter is an attribute of its module, and not registered."""
+    """Leaves the parameter an attribute of its module that is not registered."""
     unregister(place)
     place.module.__dict__[place.name] = param
 
 
 def take_out(originals: Sequence[OriginalParameter]) -> None:
-    """These are attributes of their modules, and not registered."""
+    """Leaves these attributes of their modules that are not registered."""
     for original in originals:
         for place in original.places:
             module, name = place
@@ -578,20 +582,20 @@ def show(place: Place, param: nn.Parameter) -> None:
 
 
 def written_names(module: nn.Module) -> list[str]:
-    """Returns names of a module's parameters in order, those that a unit has taken included."""
+    """Returns the names of a module's parameters in order, those that a unit has taken included."""
     order = _order(module)
     return [*order, *(name for name in module._parameters if name not in order)]
 
 
 def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that are attributes of a module, and in no registry."""
+    """Yields parameters that are attributes of a module, and in no registry."""
     for name in _order(module):
         if name not in module._parameters and isinstance(module.__dict__.get(name), nn.Parameter):
             yield name, module.__dict__[name]
 
 
 def _order(module: nn.Module) -> dict[str, int]:
-    """Places of names among those that a module was written with."""
+    """Gives places of names among those that a module was written with."""
     order: dict[str, int] = module.__dict__.get(ORDER, {})
     return order
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import copy
 import math
@@ -54,7 +53,11 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     gradients = [p.grad for p in rest if p.grad is not None]
     alike = gradients.copy()
     for flat in flats:
-        own = _gradients_of(flat)
+        # this rank's, without padding that nobody lists or clears
+        if flat.shards is not None:
+            own = flat.shards.local_gradients()
+        else:
+            own = [] if flat.param.grad is None else [flat.param.grad]
         gradients += own
         groups = _spread_over(flat)
         portion = by_groups.setdefault(tuple(g.ranks for g in groups), Portion([], groups))
@@ -80,13 +83,6 @@ def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
     return like.to(root.group.backend.device()) if on_host else like
 
 
-def _gradients_of(flat: FlatParam) -> list[torch.Tensor]:
-    """Returns this rank's gradients, without padding that nobody lists or clears."""
-    if flat.shards is not None:
-        return flat.shards.local_gradients()
-    return [] if flat.param.grad is None else [flat.param.grad]
-
-
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Chooses those of them that the norm is of; for norms that zeros change, without padding and what is unused."""
     if flat.shards is not None and flat.shards.has_copies:
@@ -103,8 +99,8 @@ def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float
     return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]
 
 
-class ShardedAPI(abc.ABC):
-    """Methods of a sharded module. They work on its state. Abstract ones have other arguments in compat."""
+class ShardedAPI:
+    """Has the methods of a sharded module, which work on its state."""
 
     _state: ShardingState
 
@@ -132,16 +128,33 @@ class ShardedAPI(abc.ABC):
         finally:
             engine.set_accumulating(before)
 
-    @abc.abstractmethod
-    def summon_full_params(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`SummonAndClip.summon_full_params`."""
+    @contextlib.contextmanager
+    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
 
-    @abc.abstractmethod
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`SummonAndClip.clip_grad_norm_`."""
+        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
+        rank needs no other. Backward inside is refused.
+
+        Args:
+            recurse: those of units below too.
+            writeback: changes to them are kept. Ranks must make the same changes.
+
+        Raises:
+            LifecycleError: inside of forward or backward, of this or another thread.
+        """
+        with summoned(self._state, recurse, writeback):
+            yield
 
     @torch.no_grad()
-    def _clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
+
+        Returns:
+            The norm before, 0-dim.
+
+        Raises:
+            LifecycleError: called on a unit below the root.
+        """
         self._root_engine("clip_grad_norm_").check_idle("clip_grad_norm_")
         return clip(self._state, float(max_norm), float(norm_type))
 
@@ -284,39 +297,7 @@ class ShardedAPI(abc.ABC):
         return shard
 
 
-class SummonAndClip(ShardedAPI):
-    """The methods that doors may have other arguments for, with the core's. Abstract: it has no state."""
-
-    @contextlib.contextmanager
-    def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
-
-        Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
-        rank needs no other. Backward inside is refused.
-
-        Args:
-            recurse: those of units below too.
-            writeback: changes to them are kept. Ranks must make the same changes.
-
-        Raises:
-            LifecycleError: inside of forward or backward, of this or another thread.
-        """
-        with summoned(self._state, recurse, writeback):
-            yield
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their norm over all ranks is at most ``max_norm`` (collective).
-
-        Returns:
-            The norm before, 0-dim.
-
-        Raises:
-            LifecycleError: called on a unit below the root.
-        """
-        return self._clip(max_norm, norm_type)
-
-
-class Sharding(SummonAndClip):
+class Sharding(ShardedAPI):
     """These methods for a module that :func:`~shardkit.fully_shard` has sharded in place."""
 
     def __init__(self, state: ShardingState) -> None:

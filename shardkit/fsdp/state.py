@@ -27,8 +27,7 @@ from .engine import Engine
 from .flat_param import FlatParam
 from .flat_values import AlignedLayout
 from .gradients import predivide_factor
-from .originals import Listing
-from .registered import exposed
+from .registered import Registered, exposed
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -237,7 +236,7 @@ class ShardingState:
         return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
-        """``named_modules`` of the module, without those below other units, and those that it ignores."""
+        """Lists ``named_modules`` of the module, without those below other units, and those that it ignores."""
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
@@ -248,13 +247,13 @@ class ShardingState:
         """Returns the flat parameters of these."""
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
-    def all_listings(self) -> list[Listing]:
-        """Listings of all registered parameters, unit by unit in the order of parameters."""
+    def all_listings(self) -> list[Registered]:
+        """Returns listings of all registered parameters, unit by unit in the order of parameters."""
         return [listing for state in self.states() for listing in state.listings]
 
     @property
-    def listings(self) -> list[Listing]:
-        """Listings of the registered parameters of its module."""
+    def listings(self) -> list[Registered]:
+        """Returns listings of the registered parameters of its module."""
         found = [listing for flat in self.flats for listing in flat.listings]
         if self.mates:
             found = [listing for listing in found if listing.originals[0].home == self.home]
@@ -315,7 +314,7 @@ def modules_outside_units(
     door: nn.Module | None = None,
     without: Collection[nn.Module] = (),
 ) -> list[tuple[str, nn.Module]]:
-    """``named_modules`` of a module, without those at and below doors other than this one, and some others."""
+    """Lists ``named_modules`` of a module, without those at and below doors other than this one, and some others."""
     found: list[tuple[str, nn.Module]] = []
     seen, waiting = set[nn.Module](without), [(prefix, module)]
     while waiting:

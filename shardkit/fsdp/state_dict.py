@@ -13,6 +13,7 @@ same way, for everything hangs on the hooks and methods that ``nn.Module`` calls
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,10 +25,11 @@ from ..checks import all_gather_facts, check_one_save, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..torch_seams.module_versions import versions_of
-from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict
+from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam
 from .flat_values import taken_apart
-from .originals import Listing, refuse_split
+from .originals import refuse_split
+from .registered import Registered
 from .state import (
     INNER,
     OUTER,
@@ -194,7 +196,7 @@ def metadata(state: ShardingState) -> StateDict:
 
 
 def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
-    """Weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
+    """Finds weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
     found = []
     for s in state.states():
         if not any(len(original.places) > 1 for flat in s.flats for original in flat.originals):
@@ -230,16 +232,16 @@ def note_of(state: SavedState) -> StateDict | None:
     return found if isinstance(found, dict) and {"rank", "world_size", "layout"} <= set(found) else None
 
 
-def _key_of(listing: Listing) -> str:
+def _key_of(listing: Registered) -> str:
     """Makes its key in local state dicts, within its unit."""
     module, name = listing.places[0]
     is_flat = all(place.module is not module for original in listing.originals for place in original.places)
     return clean(name) if is_flat else listing.names[0]
 
 
-def _listings_by_key(state: ShardingState) -> dict[str, tuple[Listing, list[list[object]]]]:
+def _listings_by_key(state: ShardingState) -> dict[str, tuple[Registered, list[list[object]]]]:
     """Each registered parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
-    found: dict[str, tuple[Listing, list[list[object]]]] = {}
+    found: dict[str, tuple[Registered, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
         if s is not None:
@@ -350,55 +352,53 @@ def consolidate(
         )
     _check_mix(shard_weights, shard_metadata)
     full: dict[str, torch.Tensor] = {}
-    for k, entry in enumerate(shard_metadata[0]["param_metadata"]):
-        path = entry["fsdp_path"]
-        for name, info in entry["params"].items():
-            key = f"{path}.{name}" if path else name
-            if key not in shard_weights[0]:
-                if strict:
-                    raise ConfigurationError(
-                        f"the state dict of rank 0 has no {key!r}, which its metadata names"
-                    )
-                continue
-            layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
-            joined = _joined(shard_weights, shard_metadata, k, name, key, layout.numel)
-            for n, shape, part in zip(
-                info["names"], info["shapes"], taken_apart(joined, layout), strict=True
-            ):
-                full[f"{path}.{n}" if path else n] = part.view(shape)
-    _add_shared(full, shard_metadata[0]["param_metadata"])
+    for before, key, info, shards in flat_shards(shard_weights, shard_metadata):
+        if not shards:
+            if strict:
+                raise ConfigurationError(f"the state dict of rank 0 has no {key!r}, which its metadata names")
+            continue
+        joined = torch.cat([value.reshape(-1)[:numel] for value, numel in shards])
+        layout = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts"))
+        for n, shape, part in zip(info["names"], info["shapes"], taken_apart(joined, layout), strict=True):
+            full[before + n] = part.view(shape)
+    for source, target in names_of_shared(shard_metadata[0]):
+        if source in full:
+            full[target] = full[source]
     if with_module_buffers:
         names = shard_metadata[0]["buffer_names"]
         full.update({n: shard_weights[0][n] for n in names if n in shard_weights[0]})
     return full
 
 
-def _joined(
-    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict],
-    k: int, name: str, key: str, numel: int,
-) -> torch.Tensor:  # fmt: skip
-    """Returns a flat parameter without the padding behind it: ``key`` in the weights, ``name`` of entry ``k`` in the
-    metadata.
+def flat_shards(
+    shard_weights: Sequence[SavedState], shard_metadata: Sequence[SavedState]
+) -> Iterator[tuple[str, str, StateDict, list[tuple[Tree, int]]]]:
+    """Yields what local state dicts of all ranks list, registered parameter by registered parameter.
+
+    Of each: the path before names in it, its key in the state dicts, what the metadata says of it, and its shards in
+    the order of ranks (none where the first one has none), each with its numel without the padding behind it.
     """
-    entry = shard_metadata[0]["param_metadata"][k]
-    shards: list[torch.Tensor] = []
-    for weights, meta in zip(shard_weights, shard_metadata, strict=True):
-        padding = meta["param_metadata"][k]["params"][name]["padding"]
-        shard = weights[key].reshape(-1)
-        shards.append(shard[: shard.numel() - padding])
-        if entry["no_broadcast_optim_state"] or shards[0].numel() == numel:
-            break
-    return torch.cat(shards)
+    for k, entry in enumerate(shard_metadata[0]["param_metadata"]):
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
+        for name, info in entry["params"].items():
+            key, shards = before + name, list[tuple[Tree, int]]()
+            whole = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts")).numel
+            for weights, meta in zip(shard_weights, shard_metadata, strict=True):
+                if key not in shard_weights[0]:
+                    break
+                numel = math.prod(weights[key].shape)
+                shards.append((weights[key], numel - meta["param_metadata"][k]["params"][name]["padding"]))
+                if entry["no_broadcast_optim_state"] or shards[0][1] == whole:
+                    break
+            yield before, key, info, shards
 
 
-def _add_shared(full: dict[str, torch.Tensor], entries: Sequence[StateDict]) -> None:
-    """Weights that are used in several places, under each of their names."""
-    for entry in entries:
-        path = entry["fsdp_path"]
+def names_of_shared(shard_metadata: SavedState) -> Iterator[tuple[str, str]]:
+    """Yields the names of weights that are used in several places: the first one, and another."""
+    for entry in shard_metadata["param_metadata"]:
+        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for source, target in entry["shared_param_info"]:
-            joined = [f"{path}.{n}" if path else n for n in (source, target)]
-            if joined[0] in full:
-                full[joined[1]] = full[joined[0]]
+            yield before + source, before + target
 
 
 def _rename(entries: StateDict, prefix: str, rename: Callable[[str], str]) -> None:
@@ -418,13 +418,16 @@ def _without_wrapping(rest: str) -> str:
 
 def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, **kwargs: object) -> StateDict:
     """Returns the full state dict of a wrapper and what is below; ``collect`` is its ``nn.Module.state_dict``."""
-    destination, prefix, keep_vars = _arguments(args, kwargs)
+    given: StateDict = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+    destination, prefix = given.get("destination"), given.get("prefix", "")
     if destination is None:
         destination = OrderedDict()
         destination._metadata = OrderedDict()  # type: ignore[attr-defined]
     before = {key: id(value) for key, value in destination.items()}
-    with _full_or_as_is(state), collecting():
-        collect(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    is_as_it_is = state.state_is_local or state.summoned is not None
+    full = contextlib.nullcontext() if is_as_it_is else summoned(state, recurse=False, writeback=False)
+    with full, collecting():
+        collect(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", False))
         _rename(destination, prefix, _without_wrapping)
         versions = versions_of(destination)
         if versions is not None:
@@ -432,18 +435,6 @@ def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, *
         if not state.state_is_local:
             detach_entries(state, destination, prefix, before)
     return destination
-
-
-def _arguments(args: Args, kwargs: Kwargs) -> tuple[StateDict | None, str, bool]:
-    names = ("destination", "prefix", "keep_vars")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given.get("destination"), given.get("prefix", ""), given.get("keep_vars", False)
-
-
-def _full_or_as_is(state: ShardingState) -> contextlib.AbstractContextManager[None]:
-    if state.state_is_local or state.summoned is not None:
-        return contextlib.nullcontext()
-    return summoned(state, recurse=False, writeback=False)
 
 
 def detach_entries(state: ShardingState, destination: StateDict, prefix: str, before: dict[str, int]) -> None:
@@ -481,7 +472,7 @@ def detach_entries(state: ShardingState, destination: StateDict, prefix: str, be
 
 # ------------------------------------------------------------ loading
 def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
-    """Full values, or shards, are about to be put into a unit."""
+    """Begins putting full values, or shards, into a unit."""
     state.unit.forget_errors()
     if state.state_is_local or state.summoned is not None:
         return
@@ -494,14 +485,14 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
 
 
 def end_loading(state: ShardingState) -> None:
-    """They are in; the unit keeps its shards."""
+    """Ends that; the unit keeps its shards."""
     if state.is_loading:
         state.is_loading = False
         exit_summon(state)
 
 
 def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
-    """Keys of a wrapped module's parameters become those under which the wrapper has them."""
+    """Turns keys of a wrapped module's parameters into those under which the wrapper has them."""
     listed = {n for n, p in wrapper._fsdp_wrapped_module._parameters.items() if p is not None}
     items = [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]
     for key, value in items:
@@ -512,7 +503,7 @@ def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
 
 
 def clean_names(incompatible: IncompatibleKeys) -> None:
-    """Names of missing and unexpected keys lose what wrapping added."""
+    """Takes what wrapping added from names of missing and unexpected keys."""
     for names in incompatible:
         names[:] = [clean(n) for n in names]
 

@@ -112,6 +112,7 @@ class Store(ABC):
         in_flight: the gathering that nobody has waited for, and what it fills, [W * S].
         users: how many units need the values now.
         keeps_shapes: original parameters have their shapes while they have no values.
+        serves_on: a new one would not do where nothing has changed.
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
@@ -119,6 +120,7 @@ class Store(ABC):
     """
 
     keeps_shapes = True
+    serves_on = False
     joins: object = None
     landing: Landing | None = None
 
@@ -158,34 +160,35 @@ class Store(ABC):
 
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
-        return False
+        now = self._flat.group, self._flat.compute_dtype, self._flat.compute_device
+        return self.serves_on and now == (self._group, self._dtype, self._device)
 
     @property
     @abstractmethod
     def gathered(self) -> torch.Tensor:
-        """The tensor that original parameters are views of, [W * S]; it may have no memory now."""
+        """Returns the tensor that original parameters are views of, [W * S]; it may have no memory now."""
 
     # ------------------------------------------------------------ transitions
     @abstractmethod
     def attach(self) -> None:
-        """Original parameters are this store's from now on, and released."""
+        """Takes over original parameters, which are released from now on."""
 
     @abstractmethod
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
-        """From released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
+        """Goes from released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
 
     @abstractmethod
     def finish(self) -> None:
-        """From gathering to gathered."""
+        """Goes from gathering to gathered."""
 
     def lock(self) -> None:
-        """From gathered to locked."""
+        """Goes from gathered to locked."""
         if self.state is GATHERED:
             self.state = LOCKED
             self._conceal()
 
     def unlock(self) -> None:
-        """From locked to gathered."""
+        """Goes from locked to gathered."""
         self.state = GATHERED
         self._reveal()
 
@@ -194,7 +197,7 @@ class Store(ABC):
         """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
 
     def forget_kept(self) -> None:
-        """From kept to released: the shards may have changed."""
+        """Goes from kept to released: the shards may have changed."""
         self.state = RELEASED
 
     def forget_copy(self) -> None:
@@ -203,12 +206,12 @@ class Store(ABC):
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
-        """Original parameters become views of this, [N] or more."""
+        """Makes original parameters views of this, [N] or more."""
         for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
             original.assign(piece)
 
     def _reveal(self) -> None:
-        """They are parameters like any other."""
+        """Makes them parameters like any other."""
         for original in self._originals:
             original.param.__class__ = original.kind
         if self._flat.lists_dtensors:
@@ -219,7 +222,7 @@ class Store(ABC):
             self._versions = []
 
     def _conceal(self) -> None:
-        """They have no values from now on (see ``originals.py``); notes which of them were written to meanwhile."""
+        """Takes their values from them (see ``originals.py``); notes which of them were written to meanwhile."""
         before = self._versions
         if before:
             now = list(map(_version_of, self._originals))
@@ -241,7 +244,7 @@ class Store(ABC):
 
     # ------------------------------------------------------------ full precision
     def summon(self) -> torch.Tensor:
-        """From released or kept to summoned (collective); returns the values, which are to be shown."""
+        """Goes from released or kept to summoned (collective); returns the values, which are to be shown."""
         self.summoned = self.gather_full_precision()
         self.state = SUMMONED
         self._reveal()
@@ -358,6 +361,8 @@ class Stored(Store):
     Such views are the original parameters, and what autograd saved of them.
     """
 
+    serves_on = True  # views of the memory may be saved for backward
+
     def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
         self._mesh = flat.post_forward_mesh
@@ -379,15 +384,6 @@ class Stored(Store):
         self._unpacking = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
-
-    def fits(self) -> bool:
-        """Views of the memory may be saved for backward, so it serves on where it can."""
-        flat = self._flat
-        return (
-            self._group is flat.group
-            and self._dtype == flat.compute_dtype
-            and self._device == flat.compute_device
-        )
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -430,9 +426,8 @@ class Stored(Store):
             if self._group.world_size == 1:
                 work = DONE
             else:
-                gather = (
-                    self._channel.all_gather_into if flat.on_gather is None else self._gather
-                )  # a call less
+                # a call less
+                gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
 
@@ -599,9 +594,8 @@ class Joined:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
         self._stores, self._backend, self._waiting = stores, first._backend, 0
         world_size = first._group.world_size
-        with torch.inference_mode(
-            False
-        ):  # made when first needed, maybe in an evaluation; used in training, too
+        # made when first needed, maybe in an evaluation; used in training, too
+        with torch.inference_mode(False):
             self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
             self._own = own_part(self._full, first._group)
             self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)

@@ -34,8 +34,8 @@ from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import listing_of, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .originals import Listing, ReleasedParameter, managing, refuse_copy
-from .registered import ORDER, hidden, written_names
+from .originals import ReleasedParameter, managing, refuse_copy
+from .registered import ORDER, Registered, hidden, written_names
 from .state import ShardingState, clean, owners_of
 
 
@@ -114,7 +114,7 @@ class Moves(Answer):
 
 
 def _refuse_move(
-    module: nn.Module, name: str, flat: Listing, fn: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module, name: str, flat: Registered, fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     shard = flat.param
     moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
@@ -184,7 +184,7 @@ def is_collecting() -> bool:
 
 
 def collect_in_place(change: int) -> None:
-    """The same, where torch's hooks tell of the beginning (1) and the end (-1)."""
+    """Does the same where torch's hooks tell of the beginning (1) and the end (-1)."""
     _collecting.depth += change
 
 
@@ -194,7 +194,7 @@ def begin_loading_shards(wrapper: nn.Module) -> None:
 
 
 def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None = None) -> None:
-    """The end of it: a hook after loading."""
+    """Ends it: a hook after loading."""
     _collecting.loading.discard(wrapper)
 
 
@@ -214,7 +214,7 @@ def answer_for(modules: Sequence[nn.Module]) -> None:
 
 
 def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> None:
-    """A state dict of a module inside alone, which would lack values, is refused."""
+    """Has a state dict of a module inside alone, which would lack values, refused."""
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
     for m in modules:
         m.__dict__["_is_fsdp_managed_module"] = keeps_in_step
@@ -223,14 +223,14 @@ def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> No
         if (
             (m._parameters or ORDER in m.__dict__)
             and _refuse_state_dict not in m._state_dict_pre_hooks.values()  # copies have them already
-        ):  # fmt: skip
+        ):
             m.register_state_dict_pre_hook(_refuse_state_dict)
             m.register_load_state_dict_pre_hook(_refuse_loading)
 
 
-def _shards_of(module: nn.Module) -> dict[str, Listing]:
-    """Names of parameters whose values the module has not, and the flat parameters that have them."""
-    found: dict[str, Listing | None] = {n: managing(p) for n, p in hidden(module)}
+def _shards_of(module: nn.Module) -> dict[str, Registered]:
+    """Returns the names of parameters whose values the module has not, and the flat parameters that have them."""
+    found: dict[str, Registered | None] = {n: managing(p) for n, p in hidden(module)}
     for name, param in module._parameters.items():
         flat = None if param is None else shard_behind(param)
         if flat is not None and flat.group.world_size > 1 and not is_dtensor(param):
@@ -239,7 +239,7 @@ def _shards_of(module: nn.Module) -> dict[str, Listing]:
 
 
 def _refuse_copies(module: nn.Module, what: str) -> None:
-    """A module from a file, without the FSDP module around it, has parameters without values."""
+    """Refuses a module from a file without the FSDP module around it: its parameters have no values."""
     for _, original in hidden(module):
         if isinstance(original, ReleasedParameter):
             refuse_copy(original, what)
@@ -258,7 +258,7 @@ def _refuse_loading(module: nn.Module, state_dict: StateDict, prefix: str, *othe
         _refuse(module, "load_state_dict()", {n: f for n, f in shards.items() if prefix + n in state_dict})
 
 
-def _refuse(module: nn.Module, what: str, shards: dict[str, Listing]) -> None:
+def _refuse(module: nn.Module, what: str, shards: dict[str, Registered]) -> None:
     if shards:
         name, flat = next(iter(shards.items()))
         group = flat.group
@@ -317,8 +317,8 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
 
 
 @torch.no_grad()
-def _takes_place(listing: Listing, values: Tree) -> bool:
-    """Whether another DTensor may be listed from now on: before the first forward, which looks for such ones."""
+def _takes_place(listing: Registered, values: Tree) -> bool:
+    """Whether another DTensor may be listed from now on: until the first forward, which takes it."""
     own: Tree = listing.param
     owners = owners_of([listing.flat])
     if (
@@ -335,8 +335,8 @@ def _takes_place(listing: Listing, values: Tree) -> bool:
 
 
 @torch.no_grad()
-def _assigned(listing: Listing, values: nn.Parameter) -> nn.Parameter:
-    """The parameter that is listed stays, with these values: optimizers have it, and its memory is the shard's.
+def _assigned(listing: Registered, values: nn.Parameter) -> nn.Parameter:
+    """Keeps the parameter that is listed, with these values: optimizers have it, and its memory is the shard's.
 
     One on the meta device gives way; its unit takes the others' values once all of them are there.
     """

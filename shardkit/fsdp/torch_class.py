@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from types import FrameType
-from typing import NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from torch import nn
 
@@ -15,17 +15,10 @@ from .forward import become_root
 from .state import ShardingState, state_of
 from .torch_words import METHODS, TorchsMethods
 
+if TYPE_CHECKING:
+    from .fully_shard import InPlace
+
 _classes: dict[type, type[nn.Module]] = {}
-
-
-class Hooks(Protocol):
-    """The part that is used of the hooks of a module that is sharded in place."""
-
-    def enter_method(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
-    ) -> tuple[Args, Kwargs]: ...
-    def leave_method(self, module: nn.Module, outputs: Tree) -> Tree: ...
-    def end_method(self) -> None: ...
 
 
 def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -85,7 +78,7 @@ def _torchs_state(self: nn.Module) -> AsTorchsState:
     found = [hook for hook in hooks if hasattr(hook, "enter_method")]
     if state is None or not found:
         raise ConfigurationError(f"this {own_class(self).__name__} is a copy without its shards")
-    return AsTorchsState(state, cast("Hooks", found[0]))
+    return AsTorchsState(state, cast("InPlace", found[0]))
 
 
 def _reset(self: nn.Module) -> None:
@@ -100,7 +93,7 @@ class AsTorchsState:
     These are ``register_fsdp_forward_method``, and pipelines, which reduce gradients after their last micro-batch.
     """
 
-    def __init__(self, state: ShardingState, hooks: Hooks) -> None:
+    def __init__(self, state: ShardingState, hooks: InPlace) -> None:
         self._state, self._hooks = state, hooks
 
     def _pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

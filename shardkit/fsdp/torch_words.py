@@ -84,7 +84,7 @@ class TorchsWords(NamedTuple):
         return self.mp_policy is None or self.mp_policy.cast_forward_inputs
 
     def precision(self, given: PrecisionPolicy | None) -> PrecisionPolicy | None:
-        """Dtypes of compute."""
+        """Returns the dtypes of compute."""
         if self.mp_policy is None:
             return given
         _refuse_both("mp_policy", "precision", given)
@@ -98,7 +98,7 @@ class TorchsWords(NamedTuple):
         return ReducePolicy(dtype=self.mp_policy.reduce_dtype)
 
     def reshard(self, given: ReshardPolicy | None) -> ReshardPolicy | None:
-        """When parameters are given back; True and numbers are for a root too, as in torch."""
+        """Says when parameters are given back; True and numbers are for a root too, as in torch."""
         if self.reshard_after_forward is None:
             return given
         _refuse_both("reshard_after_forward", "reshard", given)
@@ -114,7 +114,7 @@ class TorchsWords(NamedTuple):
         return OffloadPolicy(parameters=isinstance(self.offload_policy, CPUOffloadPolicy))
 
     def cast_outputs_of(self, module: nn.Module) -> None:
-        """Outputs of its forward have ``output_dtype`` from now on."""
+        """Gives outputs of its forward ``output_dtype`` from now on."""
         if self.mp_policy is not None and self.mp_policy.output_dtype is not None:
             module.register_forward_hook(partial(_cast_outputs, self.mp_policy.output_dtype))
 
@@ -147,7 +147,7 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
 
 
 def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """One module, or several: torch's function takes a list too."""
+    """Lists one module, or several: torch's function takes a list too."""
     return [module] if isinstance(module, nn.Module) else list(module)
 
 
@@ -179,14 +179,13 @@ class TorchsMethods:
         self._state = state
 
     def install(self) -> None:
-        """The module has them, except those that its class has itself."""
+        """Gives the module them, except those that its class has itself."""
         module = self._state.door
         for name, method in METHODS.items():
             if not hasattr(type(module), name):
                 module.__dict__[name] = MethodType(method, self)
-        if callable(
-            getattr(type(module), "generate", None)
-        ):  # may call a part of the module: an encoder, say
+        # may call a part of the module: an encoder, say
+        if callable(getattr(type(module), "generate", None)):
             register_fsdp_forward_method(module, "generate")
 
     def _states(self, recurse: bool) -> list[ShardingState]:
@@ -226,7 +225,7 @@ class TorchsMethods:
             engine.set_accumulating([unit.accumulates for unit in engine.units])
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """The sum of gradients over ranks (replicas included) is divided by this, in place of their number."""
+        """Divides the sum of gradients over ranks (replicas included) by this, in place of their number."""
         state = self._state
         before = min(state.divisors[0], factor)
         copies = 1 if state.replicas is None else state.replicas.world_size
@@ -267,7 +266,7 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refused when switched on."""
+        """Refuses to switch it on."""
         if enabled:
             raise ConfigurationError(
                 "set_manual_backward_finalization: each backward reduces its gradients by its end here. Leave it out, "
@@ -276,7 +275,7 @@ class TorchsMethods:
             )
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refused when switched on."""
+        """Refuses to switch it on."""
         if keep:
             raise ConfigurationError(
                 "set_keep_unsharded_storage: the memory of gathered parameters is released with them here, and lies "
@@ -336,7 +335,7 @@ METHODS: dict[str, AnyCallable] = {
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """A method of a module that :func:`~shardkit.fully_shard` has sharded has its parameters, as forward has.
+    """Gives a method of a module that :func:`~shardkit.fully_shard` has sharded its parameters, as forward has.
 
     It is needed for methods that use the module's own parameters without calling it. Wrappers (:class:`~shardkit.FSDP`)
     do this by themselves; of other modules nothing changes, as in torch.

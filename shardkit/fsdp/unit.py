@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,15 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.shards import changed_by_steps
 from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
-from ..reduction.compression import CompressedAllReduce
 from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, JoinedReduction, Replicas, StoredPack, packed_dtype, way_for
-from .originals import Listing, as_tensors, backward_when_summoned, unknown_root, written_original
+from .gradients import GradientPack, JoinedReduction, StoredPack, pack_for, packed_dtype
+from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
+from .registered import Registered
 from .store import KEPT, SUMMONED, Store, start_together
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class LocalGradients:
     to what has added up; autograd wants those of a parameter in the parameter's dtype, so they are kept here.
     """
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: Registered) -> None:
         self._listing = listing
         self._standing = StandingGradient()
         self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
@@ -133,7 +133,7 @@ class RefuseSteps:
         self._lock = threading.Lock()  # ranks may be threads of one process
 
     def note(self, local: LocalGradients | Rounds) -> None:
-        """It has gradients that are not reduced, or waits for others."""
+        """Notes that it has gradients that are not reduced, or waits for others."""
         take_part(self)
         with self._lock:
             self._waiting.add(local)
@@ -227,7 +227,6 @@ class Unit:
             "lists, whose gradients are the mean over ranks"
         )
         self.packs: list[GradientPack] = []
-        self._replicas: list[Replicas | None] = []  # of each
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
         self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
@@ -248,9 +247,7 @@ class Unit:
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
         self._hooks.remove()
-        ways = [way_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
-        self.packs = [way.pack for way in ways]
-        self._replicas = [way.replicas for way in ways]
+        self.packs = [pack_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
         self._fired = [False] * sum(sum(p.trainable) for p in self.packs)
         for flat, pack in zip(self.flats, self.packs, strict=True):
             flat.trains, flat.reduce = any(pack.trainable), self.reduce
@@ -297,7 +294,11 @@ class Unit:
         def after(_: torch.Tensor) -> None:
             engine = self.engine
             if engine is None:
-                raise unknown_root(flat, number)
+                name = name_of_original(flat.originals[number].param)
+                raise LifecycleError(
+                    f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it "
+                    "was never called; call the FSDP module, not what it wraps, or its shards get no gradients"
+                )
             if flat.store.state is SUMMONED:
                 raise backward_when_summoned(flat)
             if engine.state.task == NO_BACKWARD:
@@ -398,16 +399,6 @@ class Unit:
         for flat in self.flats:
             flat.ranges, flat.paths = self.ranges, list(paths)
 
-    def open_call(self) -> None:
-        """Backward is inside of one call of the module."""
-        self.open_calls += 1
-
-    def close_call(self) -> None:
-        """Backward left it."""
-        self.open_calls -= 1
-        if self.open_calls == 0 and (self.waiting == 0 or self.reduced) and self.engine is not None:
-            self.engine.leave(self)
-
     @property
     def small_bytes(self) -> int:
         """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
@@ -456,9 +447,9 @@ class Unit:
 
     def receive(self) -> None:
         """Waits for the reduction; the shards have their gradients then."""
-        for pack, replicas in zip(self.packs, self._replicas, strict=True):
+        for pack in self.packs:
             if any(pack.trainable):
-                pack.receive(replicas)
+                pack.receive()
 
     def land(self) -> None:
         """Waits for gradients on their way to the host; the shards have them then."""
@@ -467,33 +458,22 @@ class Unit:
 
     def forget_errors(self) -> None:
         """Drops what compression has left out of gradients so far."""
-        for pack, replicas in zip(self.packs, self._replicas, strict=True):
+        for pack in self.packs:
             pack.forget_errors()
-            if isinstance(replicas, CompressedAllReduce):
-                replicas.forget_errors()
 
     def forget_reduction(self) -> None:
         """Waits for the reduction; the shards get nothing of it."""
         for pack in self.packs:
             pack.forget()
 
-    def note_local_gradients(self) -> None:
-        """Notes that a backward inside ``no_sync`` has ended."""
-        for local, pack in self._local_gradients():
-            for one in local:
-                one.note(pack)
-
-    def widen_local_gradients(self) -> None:
-        """Inside ``no_sync``, all gradients of the unit are there: they are kept in the dtype in which they travel."""
-        for local, pack in self._local_gradients():
-            for one in local:
-                one.widen(pack.dtype)
-
-    def _local_gradients(self) -> Iterable[tuple[list[LocalGradients], GradientPack]]:
+    def local_gradients(self) -> Iterator[tuple[LocalGradients, GradientPack]]:
+        """Yields what ``no_sync`` keeps for each registered parameter, and what would reduce it."""
         self.keeps_local = True
         if not self._local:
             self._local = [[LocalGradients(listing) for listing in f.listings] for f in self.flats]
-        return zip(self._local, self.packs, strict=True)
+        for local, pack in zip(self._local, self.packs, strict=True):
+            for one in local:
+                yield one, pack
 
     def forget_if_cleared(self) -> None:
         """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
@@ -524,7 +504,7 @@ class Unit:
                     m.param.grad = None
 
     def end_backward(self) -> None:
-        """Ready for the next one."""
+        """Gets ready for the next one."""
         if self.is_held and not self.keep_after_backward:
             self.release()
         if self.keeps_between:
@@ -624,7 +604,7 @@ def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]
 
 
 def rows_of_small(units: Sequence[Unit]) -> list[Unit | SmallUnits]:
-    """Units in order, those together whose gradients are small and can travel as one message."""
+    """Returns units in order, those together whose gradients are small and can travel as one message."""
     rows: list[list[Unit]] = []
     room, last = -1, set[object]()
     for unit in units:
@@ -663,15 +643,18 @@ class UnitCall:
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
-        """Backward reached an output of the call."""
+        """Notes that backward reached an output of the call."""
         task = current_backward()
         if task != self._task:  # there may be several backwards through one call
             self._task, self._waiting = task, self._inputs
-            self._unit.open_call()
+            self._unit.open_calls += 1
         self._unit.enter_backward(gradient)
 
     @not_compiled
     def _left(self, _: torch.Tensor) -> None:
         self._waiting -= 1
         if self._waiting == 0 and self._task == current_backward():
-            self._unit.close_call()
+            unit = self._unit
+            unit.open_calls -= 1
+            if unit.open_calls == 0 and (unit.waiting == 0 or unit.reduced) and unit.engine is not None:
+                unit.engine.leave(unit)

@@ -43,7 +43,7 @@ from .forward import (
     watched,
 )
 from .originals import check_asker, put_into_wrapper
-from .sharded_api import ShardedAPI, SummonAndClip
+from .sharded_api import ShardedAPI
 from .state import WRAPPED, Ignored, Options, ShardingState, summoned
 from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
 from .submodule_api import moving
@@ -90,7 +90,7 @@ class UnitModule(FlattenParamsWrapper):
         return self._fpw_module(*inputs, **kwinputs)
 
     def unflatten_params(self, flat_params: object = None) -> NoReturn:
-        """Not here.
+        """Refuses: there is no such thing here.
 
         Raises:
             LifecycleError: always.
@@ -143,7 +143,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def module(self) -> nn.Module:
-        """The wrapped module, or the wrapper's inner part around it."""
+        """Returns the wrapped module, or the wrapper's inner part around it."""
 
     def __getattr__(self, name: str) -> Tree:
         try:
@@ -229,8 +229,7 @@ def built_together() -> Iterator[None]:
 class Door(ModuleProxy, ShardedAPI):
     """Does what all wrappers share: forward through the unit, state dicts of the wrapped module, moves and copies.
 
-    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean. What wrappers of compat may
-    define otherwise is abstract too; they leave everything else as it is.
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
     """
 
     def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
@@ -294,13 +293,9 @@ class Door(ModuleProxy, ShardedAPI):
         return self
 
     # ------------------------------------------------------------ state dicts
-    @abc.abstractmethod
-    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """See :meth:`_full_state_dict`."""
-
     @noting_errors
-    def _full_state_dict(self, *args: Any, **kwargs: Any) -> Tree:
-        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
+    def state_dict(self, *args: Any, **kwargs: Any) -> Tree:
+        """Returns full parameters under the wrapped module's own names, in full precision, on every rank (collective).
 
         They are copies: writing to one changes nothing here.
         """
@@ -361,7 +356,7 @@ def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
 note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)
 
 
-class FSDP(SummonAndClip, Door):
+class FSDP(Door):
     """Shards a module's parameters evenly over ranks; each forward and backward gathers them unit by unit.
 
     ::
@@ -438,12 +433,5 @@ class FSDP(SummonAndClip, Door):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
+        """Returns the wrapped module."""
         return self._fsdp_wrapped_module._fpw_module
-
-    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """Full parameters under the wrapped module's own names, in full precision, on every rank (collective).
-
-        They are copies: writing to one changes nothing here.
-        """
-        return self._full_state_dict(*args, **kwargs)

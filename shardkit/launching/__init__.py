@@ -96,7 +96,7 @@ def _run_as_started_rank(
     fn: Callable[..., T], world_size: int, backend: Backend, args: Args, started: StartedRank,
     start_timeout: float | None,
 ) -> list[T]:  # fmt: skip
-    """One of the ranks that another program started."""
+    """Runs one of the ranks that another program started."""
     import torch.distributed as dist
 
     if started.world_size != world_size:

@@ -39,7 +39,7 @@ class RunFolder:
         return folder
 
     def next_attempt(self) -> int:
-        """One more than the folder has."""
+        """Returns the number of the next one."""
         taken = [
             int(m[1]) for p in self.path.glob("attempt-*") if (m := re.fullmatch(r"attempt-(\d+)", p.name))
         ]
@@ -54,7 +54,7 @@ class RunFolder:
         return self.path / "agent.log"
 
     def checkpoint_dirs(self) -> list[Path]:
-        """Directories in which ranks have saved, the latest last."""
+        """Returns the directories in which ranks have saved, the latest last."""
         try:
             lines = (self.path / "checkpoints").read_text().splitlines()
         except OSError:

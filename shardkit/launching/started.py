@@ -99,7 +99,7 @@ def _facts(environment: Mapping[str, str]) -> str:
 
 
 def _numbers(environment: Mapping[str, str], *names: str) -> list[int] | None:
-    """Values of all variables; None where one is missing or no number."""
+    """Returns the values of all variables; None where one is missing or no number."""
     texts = [environment.get(name, "") for name in names]
     return [int(t) for t in texts] if all(re.fullmatch(r"\d+", t) for t in texts) else None
 

@@ -293,22 +293,22 @@ def get_pipeline_parallel_group() -> dist.ProcessGroup:
 
 
 def get_pipeline_parallel_ranks() -> list[int]:
-    """Global ranks of the stages of this rank's pipeline."""
+    """Returns the global ranks of the stages of this rank's pipeline."""
     return _groups().pipeline.ranks
 
 
 def get_context_parallel_ranks() -> list[int]:
-    """Global ranks of those that share this rank's sequences."""
+    """Returns the global ranks of those that share this rank's sequences."""
     return _groups().context.ranks
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """Global ranks of this rank's data-parallel group."""
+    """Returns the global ranks of this rank's data-parallel group."""
     return _groups().data.ranks
 
 
 def get_model_parallel_world_size() -> int:
-    """Number of parts of the model."""
+    """Returns the number of parts of the model."""
     return len(_groups().model.ranks)
 
 
@@ -318,12 +318,12 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first rank of this rank's model-parallel group."""
+    """Returns the global rank of the first rank of this rank's model-parallel group."""
     return _groups().model.ranks[0]
 
 
 def get_context_parallel_world_size() -> int:
-    """Number of ranks that share this rank's sequences."""
+    """Returns the number of ranks that share this rank's sequences."""
     return len(_groups().context.ranks)
 
 
@@ -333,7 +333,7 @@ def get_context_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of ranks in this rank's data-parallel group."""
+    """Returns the number of ranks in this rank's data-parallel group."""
     return len(_groups().data.ranks)
 
 

@@ -46,7 +46,7 @@ class Routing(NamedTuple):
 
 
 def gumbel_rsample(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Noise of the standard Gumbel distribution, fp32."""
+    """Returns noise of the standard Gumbel distribution, fp32."""
     zero, one = torch.zeros((), device=device), torch.ones((), device=device)
     # unchecked: validation waits for the device
     return torch.distributions.Gumbel(zero, one, validate_args=False).rsample(torch.Size(shape))

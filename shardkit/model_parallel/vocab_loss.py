@@ -185,7 +185,7 @@ def _target_logits(
 
 
 def _through_normalize(rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Gradient of rows [n, D] from that of ``F.normalize(rows)``."""
+    """Returns the gradient of rows [n, D] from that of ``F.normalize(rows)``."""
     wide = rows.to(grad.dtype)
     norms = wide.norm(dim=1, keepdim=True).clamp(min=_SMALLEST_NORM)
     unit = wide / norms

@@ -111,7 +111,7 @@ def _digest(value: object) -> str:
 
 
 def _plain(value: object) -> Tree:
-    """Something whose text is the same where the values are."""
+    """Returns something whose text is the same where the values are."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), _sum_of_bits(value))
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def _plain(value: object) -> Tree:
 
 
 def _sum_of_bits(value: torch.Tensor) -> int | None:
-    """Exact, in whatever order threads add; None where reading it would cost more than loading it."""
+    """Sums bits, exactly in whatever order threads add; None where reading it would cost more than loading it."""
     kind = _INTEGERS.get(value.element_size())
     if value.device.type != "cpu" or value.layout != torch.strided or kind is None or value.is_quantized:
         return None

@@ -40,7 +40,7 @@ def gather_states(
         number: what becomes of all else.
     """
     found: list[list[StateDict]] = []
-    for slot, own, everybody in zip(slots, states, _kinds_everywhere(slots, states), strict=True):
+    for slot, own, everybody in zip(slots, states, kinds_everywhere(slots, states), strict=True):
         found.append([{} for _ in slot.spans])
         for key, kind in _merged(slot, everybody).items():
             parts: list[torch.Tensor] = []
@@ -56,8 +56,8 @@ def gather_states(
     return found
 
 
-def _kinds_everywhere(slots: Sequence[Slot], states: Sequence[StateDict]) -> list[list[Kinds]]:
-    """Learns what each slot's state is on each rank of its group."""
+def kinds_everywhere(slots: Sequence[Slot], states: Sequence[StateDict]) -> list[list[Kinds]]:
+    """Learns what each slot's state is on each rank of its group (collective)."""
     mine = [
         {key: StateKind.of(key, value, slot.param.shape) for key, value in own.items()}
         for slot, own in zip(slots, states, strict=True)

@@ -85,7 +85,7 @@ class Ranks:
 
     @property
     def everybody(self) -> tuple[int, ...]:
-        """The places of all of them."""
+        """Lists the places of all of them."""
         return tuple(range(self.size))
 
     @property

@@ -75,7 +75,8 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
         on_load(optimizer)
         if _whole_states and _is_asked_for_whole(optimizer):
             return _whole_states[0][1](optimizer, state_dict)
-        return _unmarked(state_dict)
+        state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
+        return {**state_dict, "state": state}
 
     optimizer.register_state_dict_post_hook(_marked)
     optimizer.register_load_state_dict_pre_hook(unmarked)
@@ -184,11 +185,6 @@ def _wrong_shapes(optimizer: Optimizer) -> str | None:
                 names, found, own = flat.names, tuple(local_of(value).shape), tuple(local_of(param).shape)
                 return f"{key!r} of shape {found} for a shard of {names} of shape {own}"
     return None
-
-
-def _unmarked(state_dict: StateDict) -> StateDict:
-    state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
-    return {**state_dict, "state": state}
 
 
 def _plain(value: Tree) -> Tree:

@@ -64,7 +64,7 @@ class Slot:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters in this slot."""
+        """Returns the names of the parameters in this slot."""
         return [span.name for span in self.spans]
 
     @property

@@ -34,8 +34,10 @@ KNOWN = (
     optim.Rprop,
 )
 _COUPLED = tuple(
-    getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon") if hasattr(optim, name)  # Muon: torch 2.9
-)  # fmt: skip
+    getattr(optim, name)
+    for name in ("LBFGS", "Adafactor", "Muon")
+    if hasattr(optim, name)  # Muon: torch 2.9
+)
 _declared: set[type] = set()
 
 

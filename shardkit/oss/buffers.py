@@ -16,7 +16,7 @@ from ..types import ProcessGroup
 
 @torch.no_grad()
 def broadcast_together(tensors: Sequence[torch.Tensor], group: Group, label: str) -> None:
-    """Rank 0's values replace the others', one collective for each dtype.
+    """Replaces the others' values by rank 0's, one collective for each dtype.
 
     Written through ``.data``: a forward may have saved a buffer for its backward, and what it saved stays valid.
     """
@@ -33,7 +33,7 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Group, label: str
 
 
 def broadcast_module(module: nn.Module, group: Group) -> None:
-    """Rank 0's parameters and buffers replace the others'."""
+    """Replaces the others' parameters and buffers by rank 0's."""
     if group.world_size == 1:
         return
     for p in module.parameters():  # one at a time: no second copy of the model

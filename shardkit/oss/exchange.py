@@ -57,17 +57,13 @@ logger = logging.getLogger("shardkit")
 
 
 class GradientPart(Protocol):
-    """Reduces the gradients of some of the parameters."""
+    """Reduces the gradients of some of the parameters at the end of backward."""
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         """Yields for each parameter what to call before and after it gets a gradient."""
 
     def finish(self) -> None:
-        """Backward is through: leave every gradient reduced."""
-
-    def abandon(self) -> None:
-        """Forget the backward in progress: by default nothing is in flight."""
-        return
+        """Leaves every gradient reduced, as backward is through."""
 
 
 class GradientExchange:
@@ -103,7 +99,8 @@ class GradientExchange:
             "module: gradients are on their way to other ranks then. Change gradients between backward and step, or "
             "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
         )
-        self._parts: list[GradientPart] = []
+        self._reducer: Reducer | None = None  # of what is sent in the course of backward
+        self._parts: list[GradientPart] = []  # of what is sent at its end
         self.ranges = ModuleRanges("root", group.ranks)
         self._forwards: list[Range] = []  # in progress
         self._build()
@@ -120,7 +117,7 @@ class GradientExchange:
 
     @property
     def hook_handles(self) -> list[RemovableHandle]:
-        """Handles of the hooks on parameters."""
+        """Returns handles of the hooks on parameters."""
         return self._hooks.handles
 
     @property
@@ -131,14 +128,14 @@ class GradientExchange:
     @property
     def buckets(self) -> list[Bucket]:
         """The gradient buckets, in the order of sending."""
-        return [b for part in self._parts if isinstance(part, Reducer) for b in part.buckets]
+        return [] if self._reducer is None else self._reducer.buckets
 
     # ------------------------------------------------------------ what is reduced how
     def _build(self) -> None:
         self._hooks.remove()
         check_asked_gradients(_refuse_own)
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
-        self._parts = []
+        self._reducer, self._parts = None, []
         self._is_new = True
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
         _exchanges.update((p, weakref.ref(self)) for p in self._watched)
@@ -148,9 +145,10 @@ class GradientExchange:
         in_order = self.policy.order is not None
         whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
         if self.group.backend.even_shards_only:
-            self._parts = self._segment_parts()
+            for segment in (s for o in self._optimizers for s in o.segments()):
+                self._parts.append(SegmentReducer(segment, self._channel, self.policy.dtype, self.state))
         elif self.group.world_size > 1 or in_order:
-            self._parts = self._bucket_parts([p for p in trainable if p not in whole], owner)
+            self._reduce_to_owners([p for p in trainable if p not in whole], owner)
         everywhere = [p for p in trainable if p not in owner or p in whole]
         if everywhere or any(p in sparse_parameters(self._module) for p in trainable):
             refuse_other(
@@ -161,15 +159,12 @@ class GradientExchange:
         self.rounds = Rounds(kept, count, self.group.world_size) if count else None
         if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
-        for part in self._parts:
+        for part in self._parts if self._reducer is None else (self._reducer, *self._parts):
             for param, before, after in part.hooks():
                 self._hooks.attach(param, before, after)
 
-    def _bucket_parts(
-        self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]
-    ) -> list[GradientPart]:
+    def _reduce_to_owners(self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]) -> None:
         sparse = sparse_parameters(self._module)
-        parts: list[GradientPart] = []
         dense = [p for p in trainable if p in owner and p not in sparse]
         if dense:
             owners = [owner[p] for p in dense]
@@ -177,17 +172,12 @@ class GradientExchange:
             reduced = gradient_class(
                 self.group, "OSS.clip_grad_norm", False, kept, self.policy.order is not None
             )
-            parts.append(
-                Reducer(dense, owners, self._channel, self.policy, self.state, reduced, self._may_send)
+            self._reducer = Reducer(
+                dense, owners, self._channel, self.policy, self.state, reduced, self._may_send
             )
         rows = [p for p in trainable if p in owner and p in sparse]
         if rows:
-            parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
-        return parts
-
-    def _segment_parts(self) -> list[GradientPart]:
-        segments = [s for o in self._optimizers for s in o.segments()]
-        return [SegmentReducer(s, self._channel, self.policy.dtype, self.state) for s in segments]
+            self._parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
 
     def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
         watched = self._watched
@@ -214,11 +204,10 @@ class GradientExchange:
         for p in self._watched:
             if not p.requires_grad:
                 p.grad = None  # a stale gradient would still move a frozen parameter
-        means = {p for part in self._parts if isinstance(part, Reducer) for p in part.means()}
+        means = set() if self._reducer is None else self._reducer.means()
         self._build()
-        for part in self._parts:
-            if isinstance(part, Reducer):
-                part.adopt_means(means)
+        if self._reducer is not None:
+            self._reducer.adopt_means(means)
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -284,15 +273,15 @@ class GradientExchange:
         """Forgets a backward that died of an exception."""
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
             self.state.task = NO_BACKWARD
-            for part in self._parts:
-                part.abandon()
+            if self._reducer is not None:
+                self._reducer.abandon()
             self.group.agree(DROPPED)
 
     def leave_step(self) -> None:
         """Leaves a step wherever it is, on this rank alone; nothing of it is left, and nothing in flight."""
         self.state.leave()
-        for part in self._parts:
-            part.abandon()
+        if self._reducer is not None:
+            self._reducer.abandon()
         self._buffers.changed = False
 
     def _may_send(self) -> bool:
@@ -302,21 +291,18 @@ class GradientExchange:
     @property
     def has_sent(self) -> bool:
         """Whether all buckets are on their way."""
-        return all(part.has_sent for part in self._parts if isinstance(part, Reducer))
+        return self._reducer is None or self._reducer.has_sent
 
     @torch.no_grad()
     def send_rest(self) -> None:
         """Sends all buckets that are left, whatever this rank lacks."""
-        if self._may_send():
-            for part in self._parts:
-                if isinstance(part, Reducer):
-                    part.send_rest()
+        if self._may_send() and self._reducer is not None:
+            self._reducer.send_rest()
 
     def _end_of_backward(self) -> None:
         with self.ranges.finish():
-            for part in self._parts:
-                if isinstance(part, Reducer):
-                    part.finish()
+            if self._reducer is not None:
+                self._reducer.finish()
         if current_backward() != NO_BACKWARD and are_several(self.group):  # see [Note: several modules]
             after_backward(self._end_of_all)
         else:
@@ -326,8 +312,7 @@ class GradientExchange:
     def _end_of_all(self) -> None:
         with self.ranges.finish():
             for part in self._parts:
-                if not isinstance(part, Reducer):
-                    part.finish()
+                part.finish()
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False
@@ -469,7 +454,7 @@ class SparseReducer(GradientPart):
     @not_compiled
     @torch.no_grad()
     def _make_local(self, index: int, _: torch.Tensor | None = None) -> None:
-        """A mean gets a local gradient added: multiply it first, as dense ones are."""
+        """Multiplies a mean that gets a local gradient added, as dense ones are."""
         if self._state.asked:
             return
         grad = self._params[index].grad
@@ -508,9 +493,8 @@ class SparseReducer(GradientPart):
         )
         if not mine:
             return False
-        values = values.view(
-            -1, *param.shape[1:]
-        )  # said to be right, or torch warns that it does not check them
+        # said to be right, or torch warns that it does not check them
+        values = values.view(-1, *param.shape[1:])
         total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
         total = torch.sparse_coo_tensor(
             total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False

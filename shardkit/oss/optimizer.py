@@ -118,7 +118,9 @@ class OSS(Optimizer):
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
         self.adds_in_order = False  # the gradients of a step, as ReducePolicy(order="fixed") says
-        self._of_rank = declared_options(optim)
+        # what functools.partial gives a class, and torch's optimizers don't have: each rank's own
+        named = set(optim.keywords) if isinstance(optim, functools.partial) else set()
+        self._of_rank = named - KNOWN_OPTIONS
         self._agreed, self._agreed_gradients = AgreedOptions(self._of_rank), AgreedGradients()
         chosen = placement_for(
             optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
@@ -148,7 +150,7 @@ class OSS(Optimizer):
 
     @property
     def world_size(self) -> int:
-        """Ranks that share the state."""
+        """Returns how many ranks share the state."""
         return self._group.world_size
 
     @property
@@ -446,9 +448,10 @@ class OSS(Optimizer):
         groups_before = self.param_groups
         of_rank = [{k: g[k] for k in self._of_rank if k in g} for g in groups_before]
         super().load_state_dict(state_dict)
-        keep_groups(self, groups_before)
-        for loaded_group, own in zip(self.param_groups, of_rank, strict=True):
-            loaded_group.update(own)
+        for kept, loaded_group, own in zip(groups_before, self.param_groups, of_rank, strict=True):
+            kept.clear()  # torch has made other dicts; schedulers and trainers that hold these see what was loaded
+            kept.update(loaded_group, **own)
+        self.param_groups = groups_before
         loaded, self.state = oss_state.as_loaded(self, state_dict, self._update_dtype), shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
@@ -462,19 +465,11 @@ class NotConsolidatedError(ShardkitError):
 
 
 def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
-    """The entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
+    """Makes the entry for names of some parameters, if the group that they are from has names; stand-ins have none."""
     names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
     if not names or any(id(p) not in names for p in params):
         return {}
     return {"param_names": [names[id(p)] for p in params]}
-
-
-def keep_groups(optimizer: Optimizer, groups: list[ParamGroup]) -> None:
-    """Torch's loading makes other dicts; schedulers and trainers that hold these see what was loaded."""
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.clear()
-        group.update(loaded)
-    optimizer.param_groups = groups
 
 
 _WHAT = "the optimizer's parameters or options"
@@ -500,11 +495,6 @@ KNOWN_OPTIONS = {
     if isinstance(kind, type) and issubclass(kind, Optimizer)
     for name in inspect.signature(kind).parameters
 }
-
-
-def declared_options(optim: Callable[..., Optimizer]) -> set[str]:
-    """Names that ``functools.partial`` gives a class, and torch's optimizers don't have: each rank's own."""
-    return set(optim.keywords) - KNOWN_OPTIONS if isinstance(optim, functools.partial) else set()
 
 
 def check_optimizer_class(optim: object, refused: type[Optimizer]) -> None:

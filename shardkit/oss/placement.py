@@ -102,7 +102,7 @@ class Placement(ABC):
 
     @abstractmethod
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
-        """State of each parameter that this rank answers for: each is answered for by one rank."""
+        """Returns the state of each parameter that this rank answers for: each is answered for by one rank."""
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State] | None:
         """Returns the same of all parameters, where it ``is_kept``, without Python objects that ranks send each other
@@ -142,7 +142,7 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Parameters in order, grouped by dtype."""
+    """Groups parameters by dtype, in order."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in params:
         groups.setdefault(p.dtype, []).append(p)
@@ -150,7 +150,7 @@ def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parame
 
 
 def _laid_out_like(param: nn.Parameter, state: State) -> State:
-    """State with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
+    """Returns state with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
     fitted = dict(state)
     for key, value in state.items():
         if (
@@ -316,9 +316,8 @@ class OnEveryRank(OfParameters):
         return True
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
-        self.group.backend.mark_step(
-            wait=True
-        )  # where that is a collective, ranks that do not read take part
+        # where that is a collective, ranks that do not read take part
+        self.group.backend.mark_step(wait=True)
         state: Tree = optimizer.state
         return {p: s for p, s in state.items() if not isinstance(p, str) and s} if is_kept else {}
 
@@ -326,7 +325,7 @@ class OnEveryRank(OfParameters):
 def gathered_state(
     segments: Sequence[FlatSegment], optimizer: Optimizer, group: Group, is_kept: bool
 ) -> dict[nn.Parameter, StateDict]:
-    """State of all parameters, on the CPU where it ``is_kept``, and nothing elsewhere (collective).
+    """Returns the state of all parameters, on the CPU where it ``is_kept``, and nothing elsewhere (collective).
 
     Args:
         segments: of all parameters, the same ones on all ranks.
@@ -398,8 +397,7 @@ class InSegments(Placement):
 
         def put_aside() -> None:
             for segment in self.segments:
-                if segment.was_written():
-                    segment.take_values()
+                segment.take_values(if_written=True)
                 segment.take_gradient()
             aside[:] = [_put_aside(s, optimizer) for s in self.segments]
 
@@ -425,7 +423,7 @@ class InSegments(Placement):
             loss = optimizer.step(evaluated, **kwargs)
         put_back()
         for segment in self.segments:
-            segment.mark_used_up()
+            segment.is_used_up = True
         self.publish()
         return loss
 

@@ -30,7 +30,7 @@ from ..errors import ConfigurationError
 from ..layout import SegmentLayout, segment_layout
 from ..reduction.norms import global_norm, local_norm, order_of
 from ..reduction.packing import JoinedPack, PackedForm
-from ..reduction.shard_gradients import StandingGradient
+from ..reduction.shard_gradients import StandingGradient, agree_on_overflow
 from ..reduction.unused import UsedMask
 from ..torch_seams.marked_tensors import MarkedTensor, as_plain
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
@@ -51,6 +51,7 @@ class FlatSegment:
         param_group: index of the group that the parameters are in.
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
+        is_used_up: a step has read the gradient: the next reduction replaces it.
     """
 
     has_parts = False
@@ -70,7 +71,7 @@ class FlatSegment:
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
         self.own = nn.Parameter(own.to(dtype or own.dtype), requires_grad=True)
-        self._is_used_up = True  # see [Note: gradients of segments]
+        self.is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())
         self._standing = StandingGradient()
@@ -99,7 +100,7 @@ class FlatSegment:
         channel.reduce_scatter_into(mine, packed, op=ReduceOp.AVG, label="gradients")
         mine = mine.to(self.own.dtype)
         all_used = all(g is not None for g in gradients)
-        self._keep(mine[:size], None if all_used else mine[size:], add=not self._is_used_up)
+        self._keep(mine[:size], None if all_used else mine[size:], add=not self.is_used_up)
 
     @torch.no_grad()
     def take_gradient(self) -> None:
@@ -120,7 +121,7 @@ class FlatSegment:
             flags = None if flags is None or self._flags is None else flags + self._flags
         self.own.grad = gradient
         self._flags = flags
-        self._is_used_up = False
+        self.is_used_up = False
         for p in self.params:
             p.grad = None
         self._standing.stand(self.marked, stand_in(self.marked, self))
@@ -139,7 +140,7 @@ class FlatSegment:
     def clear_gradient(self) -> None:
         self.own.grad = None
         self._flags = None
-        self._is_used_up = True
+        self.is_used_up = True
 
     def stand_down(self) -> None:
         """Clears as :meth:`clear_gradient` does, and no parameter shows a gradient on behalf of the others."""
@@ -147,10 +148,6 @@ class FlatSegment:
         if self.marked.grad is self._standing.gradient:
             self.marked.grad = None
         self._standing.forget()
-
-    def mark_used_up(self) -> None:
-        """Notes that a step read the gradient: the next reduction replaces it."""
-        self._is_used_up = True
 
     def used(self) -> UsedMask | None:
         """Elements of ``own`` whose parameters got a gradient on any rank, [S]; None if all did."""
@@ -169,7 +166,7 @@ class FlatSegment:
         had: list[bool] | None = None,
         like: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Per-parameter tensors (None: zeros) laid out by owner with padding, [W * S] or, with flags, [W * (S + F)].
+        """Lays out per-parameter tensors (None: zeros) by owner with padding, [W * S] or, with flags, [W * (S + F)].
 
         Args:
             tensors: of the parameters' shapes.
@@ -189,13 +186,15 @@ class FlatSegment:
         rows = self.pack(tensors, None, like).view(self.group.world_size, -1)
         return rows.index_select(0, self._mine).view(-1)
 
-    def was_written(self) -> bool:
-        """Whether somebody wrote to parameters since their values and the segment's were the same."""
-        return sum(map(_version, self.params)) != self._versions
-
     @torch.no_grad()
-    def take_values(self) -> None:
-        """Parameters were given values by somebody else: the optimizer goes on from these."""
+    def take_values(self, if_written: bool = False) -> None:
+        """Parameters were given values by somebody else: the optimizer goes on from these.
+
+        Args:
+            if_written: only where somebody wrote to them since their values and the segment's were the same.
+        """
+        if if_written and sum(map(_version, self.params)) == self._versions:
+            return
         values = self.take_own([p.detach() for p in self.params], self.own)
         dtype = self.params[0].dtype
         if dtype != self.own.dtype:  # what the parameters' values are rounded from stays
@@ -229,7 +228,7 @@ class FlatSegment:
 
     @torch.no_grad()
     def publish(self, wire_dtype: torch.dtype | None) -> None:
-        """All-gathers every owner's segment and hands the parameters their new values."""
+        """Gathers every owner's segment and hands the parameters their new values."""
         own = self.own.detach()
         is_wider = own.dtype != self.params[0].dtype  # and is not rounded
         if wire_dtype is not None and own.dtype == torch.float32:
@@ -319,7 +318,4 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Clips over all ranks, as torch does (collective)."""
     _UNSCALE([_gradient_of(g) for g in gradients], found_inf, inv_scale)
-    groups = {g.segment.group for g in gradients if isinstance(g, SegmentGradient)}
-    for group in sorted(groups, key=lambda g: g.ranks):
-        label = "whether a gradient overflowed, for torch.amp.GradScaler"
-        group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label).wait()
+    agree_on_overflow({g.segment.group for g in gradients if isinstance(g, SegmentGradient)}, found_inf)

@@ -108,9 +108,11 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
         facts = option_facts(
-            reduce=policy, broadcast_buffers=broadcast_buffers, sync_module_states=sync_module_states,
+            reduce=policy,
+            broadcast_buffers=broadcast_buffers,
+            sync_module_states=sync_module_states,
             parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
-        )  # fmt: skip
+        )
         tensors = _facts(module)
         what = "the module's parameters and buffers, or options,"
         told = check_same_everywhere(self._group, tensors + facts, what, proposed_run_id())
@@ -278,7 +280,7 @@ def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
 
 
 def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: ReducePolicy) -> list[OSS]:
-    """One or several as a list, without what is around them; raises ConfigurationError if any is no OSS."""
+    """Lists one or several, without what is around them; raises ConfigurationError if any is no OSS."""
     optimizers = []
     for o in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         if isinstance(o, AroundOSS):

@@ -116,10 +116,13 @@ def as_loaded(
     params = [p for g in optimizer.param_groups for p in g["params"]]
     saved = {p: state_dict["state"].get(i) for i, p in zip(_indices(state_dict), params, strict=True)}
     return {
-        p: {k: v.to(p.device, dtype) if is_elementwise(k, v, p.shape) else taken[p][k]
-            for k, v in state.items()}
-        for p, state in saved.items() if state
-    }  # fmt: skip
+        p: {
+            k: v.to(p.device, dtype) if is_elementwise(k, v, p.shape) else taken[p][k]
+            for k, v in state.items()
+        }
+        for p, state in saved.items()
+        if state
+    }
 
 
 def _indices(state_dict: State) -> list[int]:

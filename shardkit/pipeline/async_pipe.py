@@ -27,7 +27,7 @@ from .microbatch import Value, check, join, split
 from .partition import PipeTypeError, check_balance, check_checkpoint, split_module, verify_distinct
 from .schedule import move
 from .skip import Skippable, arriving_keys
-from .stage import NeighbourLink, Stage
+from .stage import NeighbourLink, Stage, in_tuple
 
 
 class LazyModule:
@@ -95,7 +95,12 @@ class AsyncPipe(nn.Module):
         verify_distinct(module)
         check_balance(len(module), self.balance, self.group.size(), "ranks")
         if isinstance(module, nn.Sequential):
-            _refuse_skips_between_ranks(module, self.balance)
+            arriving = arriving_keys(split_module(module, self.balance))
+            if names := sorted({name for keys in arriving for _, name in keys}):
+                raise ConfigurationError(
+                    f"skip connections between ranks are not supported: {names}; choose a balance that keeps both "
+                    "ends on one rank, or take Pipe"
+                )
         self._rank = self.group.rank()
         self.final_stage = self._rank == len(self.balance) - 1
         self.partitions: list[nn.Sequential] = []
@@ -126,15 +131,15 @@ class AsyncPipe(nn.Module):
         return self.pipeline
 
     def __len__(self) -> int:
-        """Number of layers on this rank."""
+        """Returns the number of layers on this rank."""
         return 0 if self.partition is None else len(self.partition)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Layer of this rank."""
+        """Returns a layer of this rank."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Layers of this rank."""
+        """Returns the layers of this rank."""
         return iter(()) if self.partition is None else iter(self.partition)
 
     def forward(self, input: Value, *, event: object = None) -> Tree:
@@ -161,14 +166,11 @@ class AsyncPipe(nn.Module):
             check(input)
         backward = self.training and torch.is_grad_enabled()
         with self.lock:
-            outputs = self._forward_pass(input, backward)
+            values = split(input, self.chunks) if self._rank == 0 else []
+            outputs = self._stage().forward(values, backward=backward)
             if backward and not self.final_stage:
                 self._stage().backward()
         return join(outputs) if self.final_stage else outputs
-
-    def _forward_pass(self, input: Value, backward: bool) -> list[Value]:
-        values = split(input, self.chunks) if self._rank == 0 else []
-        return self._stage().forward(values, backward=backward)
 
     def back_helper(self, output: Tree) -> None:
         """Nothing: forward has done it. For the loops of existing code.
@@ -178,15 +180,6 @@ class AsyncPipe(nn.Module):
         """
         if self.final_stage:
             raise ConfigurationError("back_helper should only be called on non-final stages")
-
-
-def _refuse_skips_between_ranks(module: nn.Sequential, balance: list[int]) -> None:
-    names = sorted({name for keys in arriving_keys(split_module(module, balance)) for _, name in keys})
-    if names:
-        raise ConfigurationError(
-            f"skip connections between ranks are not supported: {names}; choose a balance that keeps both ends on "
-            "one rank, or take Pipe"
-        )
 
 
 def _own_layers(module: nn.Sequential | list[LazyModule], balance: list[int], rank: int) -> nn.Sequential:
@@ -232,15 +225,11 @@ def _own_device() -> torch.device:
     return torch.device(kind.type, dist.get_rank() % torch.accelerator.device_count())
 
 
-def _await_groups() -> None:
-    """Rank 0's ``initialize_model_parallel`` may end first, and its call come while this rank is still in there."""
+def _make_stage(args: Args, kwargs: Kwargs) -> AsyncPipe:
+    # rank 0's initialize_model_parallel may end first, and its call come while this rank is still in there
     end = time.monotonic() + _GROUPS_SECONDS
     while not model_parallel_is_initialized() and time.monotonic() < end:
         time.sleep(0.005)
-
-
-def _make_stage(args: Args, kwargs: Kwargs) -> AsyncPipe:
-    _await_groups()
     device = _own_device()
     group = get_pipeline_parallel_group()
     return AsyncPipe(*args, **{**kwargs, "group": group, "input_device": device}).to(device)
@@ -257,14 +246,15 @@ def _serve_callback(callback: Callable[[Tree, AsyncPipe], object], ctx: Tree) ->
 
 
 def _serve_forward(training: bool, backward: bool) -> Value | None:
-    """Forward of a stage, and backward unless it is the last; the last one's output."""
+    """Runs forward of a stage, and backward unless it is the last; returns the last one's output."""
     model = _model().train(training)
     with torch.set_grad_enabled(backward):
         output = model(())
     if not model.final_stage:
         return None
     _served.output = output if backward else None
-    return move(_detached(output), torch.device("cpu"))
+    shown = tuple(t.detach() for t in output) if isinstance(output, tuple) else output.detach()
+    return move(shown, torch.device("cpu"))
 
 
 def _serve_backward(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -273,13 +263,10 @@ def _serve_backward(gradients: tuple[torch.Tensor | None, ...]) -> None:
         raise LifecycleError(
             "backward through a pipeline over ranks runs once for each forward; run forward again"
         )
-    tensors = output if isinstance(output, tuple) else (output,)
-    pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
+    pairs = [
+        (t, g) for t, g in zip(in_tuple(output), gradients, strict=True) if g is not None and t.requires_grad
+    ]
     torch.autograd.backward([t for t, _ in pairs], [g.to(t.device) for t, g in pairs])
-
-
-def _detached(value: Value) -> Value:
-    return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
 
 
 class _RunningCall(Context):
@@ -390,6 +377,5 @@ class PipeRPCWrapper(nn.Module):
             for future in [last, *served]:
                 future.wait()
 
-        tensors = output if isinstance(output, tuple) else (output,)
-        passed = _RemoteBackward.apply(torch.empty(0, requires_grad=True), run, *tensors)
+        passed = _RemoteBackward.apply(torch.empty(0, requires_grad=True), run, *in_tuple(output))
         return passed if isinstance(output, tuple) else passed[0]  # type: ignore[no-any-return]

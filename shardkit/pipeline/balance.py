@@ -68,13 +68,13 @@ def _even_out(costs: Sequence[float], bound: float, partitions: int, *, nearest:
 
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:
-    """Copies of the layers, one at a time, on a device and in training mode."""
+    """Yields copies of the layers, one at a time, on a device and in training mode."""
     for layer in module:
         yield copy.deepcopy(layer).to(device).train()
 
 
 def profile_times(module: nn.Sequential, sample: Value, timeout: float, device: torch.device) -> list[int]:
-    """Microseconds that forward and backward of each layer take, summed over rounds until the time is over.
+    """Returns how many microseconds forward and backward of each layer take, summed over rounds until the time is over.
 
     Args:
         module: stays as it is; layers run one after the other, on copies.
@@ -111,7 +111,7 @@ def profile_times(module: nn.Sequential, sample: Value, timeout: float, device: 
 def profile_sizes(
     module: nn.Sequential, input: Value, chunks: int, param_scale: float, device: torch.device
 ) -> list[int]:
-    """Bytes that each layer needs in training: ``param_scale`` times its parameters, and what it keeps for backward.
+    """Counts bytes that each layer needs in training: ``param_scale`` times its parameters, and what backward needs.
 
     What is kept is counted, for one sample, from what autograd saves and the layer returns. So it works on any device,
     where fairscale reads CUDA's memory counters.
@@ -149,7 +149,7 @@ def profile_sizes(
 
 
 def balance_cost(cost: list[int], partitions: int) -> list[int]:
-    """Numbers of layers of partitions that cost about the same."""
+    """Returns the numbers of layers of partitions that cost about the same."""
     return [len(block) for block in solve(cost, partitions)]
 
 

@@ -112,7 +112,8 @@ def replace_batch_norms(module: nn.Module, make: Callable[[_BatchNorm], _BatchNo
         if isinstance(old, _BatchNorm):
             new = made[old] = make(old)
             new._parameters.update(old._parameters)
-            new._buffers.update(old._buffers)
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                new._buffers[name] = old._buffers[name]
             new.train(old.training)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():  # a layer may have two names

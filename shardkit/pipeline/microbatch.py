@@ -30,7 +30,7 @@ def check(input: object) -> None:
 
 
 def split(value: Value, chunks: int) -> list[Value]:
-    """Micro-batches along the first dimension, as ``torch.chunk`` cuts it: fewer than asked for if it is short.
+    """Returns micro-batches along the first dimension, as ``torch.chunk`` cuts it: fewer than asked for if it is short.
 
     Raises:
         ConfigurationError: tensors of a tuple give different numbers of micro-batches, or there are none.
@@ -75,21 +75,21 @@ class Batch:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor. Raises AttributeError if this is a tuple."""
+        """Returns the tensor. Raises AttributeError if this is a tuple."""
         if not self.atomic:
             raise AttributeError("not atomic batch")
         return cast(torch.Tensor, self.value)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors. Raises AttributeError if this is a single one."""
+        """Returns the tensors. Raises AttributeError if this is a single one."""
         if self.atomic:
             raise AttributeError("batch is atomic")
         return cast(tuple[torch.Tensor, ...], self.value)
 
     @property
     def tensor_or_tensors(self) -> Value:
-        """The tensor or tensors."""
+        """Returns the tensor or tensors."""
         return self.value
 
     def call(self, function: Callable[[Value], Value]) -> Batch:

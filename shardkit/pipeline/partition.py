@@ -31,7 +31,7 @@ ADVICE = (
 
 
 def verify_module(module: nn.Module) -> None:
-    """Only sequential modules with distinct layers are cut.
+    """Refuses all but sequential modules with distinct layers.
 
     Raises:
         PipeTypeError: (a TypeError) it is not sequential.
@@ -90,7 +90,7 @@ def require_balance(balance: object) -> None:
 
 
 def split_module(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """Partitions of that many layers each, which keep the names they have in the module."""
+    """Returns partitions of that many layers each, which keep the names they have in the module."""
     named = iter(module.named_children())
     return [nn.Sequential(OrderedDict(itertools.islice(named, number))) for number in balance]
 

@@ -91,24 +91,24 @@ class Pipe(nn.Module):
         self.pipeline = Pipeline(partitions, self.devices, self.checkpoint)
 
     def __len__(self) -> int:
-        """Number of layers of the sequential module."""
+        """Returns the number of layers of the sequential module."""
         return sum(self.balance)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Layer of the sequential module."""
+        """Returns a layer of the sequential module."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Layers of the sequential module."""
+        """Returns the layers of the sequential module."""
         for partition in self.partitions:
             yield from partition  # type: ignore[misc]
 
     def cuda(self, device: Device | None = None) -> Pipe:
-        """Refused: partitions stay where they are. Raises PipeTypeError (a TypeError)."""
+        """Refuses: partitions stay where they are. Raises PipeTypeError (a TypeError)."""
         raise MOVING_DENIED
 
     def cpu(self) -> Pipe:
-        """Refused, as :meth:`cuda`."""
+        """Refuses, as :meth:`cuda`."""
         raise MOVING_DENIED
 
     def to(self, *args: Any, **kwargs: Any) -> Pipe:

@@ -33,7 +33,7 @@ from .skip import Skips, arriving_keys, holding
 
 
 def ticks(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
-    """Lists of cells (micro-batch, partition) that run at the same time, of m micro-batches and n partitions."""
+    """Yields lists of cells (micro-batch, partition) that run at the same time, of m micro-batches and n partitions."""
     for k in range(m + n - 1):
         yield [(k - j, j) for j in range(max(0, k + 1 - m), min(k + 1, n))]
 
@@ -60,7 +60,7 @@ def run_cell(
 
 
 def move(value: Value, device: torch.device) -> Value:
-    """On another device, differentiably; the copy is not waited for."""
+    """Moves to another device, differentiably; the copy is not waited for."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=device.type != "cpu")
     return tuple(t.to(device, non_blocking=device.type != "cpu") for t in value)
@@ -83,7 +83,7 @@ class Pipeline:
         self._arriving = arriving_keys(partitions)
 
     def run(self, values: Sequence[Value]) -> list[Value]:
-        """Micro-batches after the last partition, on its device."""
+        """Returns micro-batches after the last partition, on its device."""
         values = list(values)
         skips: list[Skips] = [{} for _ in values]
         # As fairscale's: the first partition says whether the module is in training mode.

@@ -157,13 +157,9 @@ class Stage:
                 )
                 outputs.append(value)
                 if self._after is not None:
-                    facts = {
-                        "micro-batch": i,
-                        "of": count,
-                        "backward": backward,
-                        "single": not isinstance(value, tuple),
-                    }
-                    self._link.send(self._after, facts, _tensors(value))
+                    facts = {"micro-batch": i, "of": count, "backward": backward}
+                    facts["single"] = not isinstance(value, tuple)
+                    self._link.send(self._after, facts, in_tuple(value))
             if not backward:  # else not yet: from a rank that fails instead of receiving, backward hears it
                 self._link.flush()
         if backward and self._after is not None:
@@ -171,7 +167,7 @@ class Stage:
         return outputs
 
     def _take(self, i: int, backward: bool) -> tuple[Value, int]:
-        """Micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
+        """Takes micro-batch i from the rank before, and how many there are; its gradients will be sent back."""
         facts, tensors = self._link.receive(self._index - 1)
         self._due = (self._index - 1, facts["of"] - i - 1)
         if facts["backward"] != backward:
@@ -188,7 +184,7 @@ class Stage:
         return (tensors[0] if facts["single"] else tuple(tensors)), facts["of"]
 
     def _send_gradients_of(self, i: int, leaves: list[torch.Tensor]) -> None:
-        """Once backward has the gradients of all these inputs of micro-batch i, they go to the rank before."""
+        """Sends the gradients of all these inputs of micro-batch i to the rank before, once backward has them."""
         sent = False
 
         def send(gradients: Sequence[torch.Tensor | None]) -> None:
@@ -217,7 +213,7 @@ class Stage:
                 facts, gradients = self._link.receive(after)
                 self._due = (after, left)
                 value = self._passed.pop(facts["micro-batch"])
-                outputs = [t for t in _tensors(value) if t.is_floating_point() or t.is_complex()]
+                outputs = [t for t in in_tuple(value) if t.is_floating_point() or t.is_complex()]
                 pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if t.requires_grad]
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -225,7 +221,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _telling(self, neighbours: Sequence[int | None]) -> Iterator[None]:
-        """An error on this rank becomes one on these neighbours, which wait for it."""
+        """Turns an error on this rank into one on these neighbours, which wait for it."""
         self._due = (0, 0)
         try:
             yield
@@ -235,20 +231,17 @@ class Stage:
                 told = f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"
                 facts = {"error": told[:600]}
             with contextlib.suppress(RuntimeError):  # the error at hand is what matters
-                self._decline()
+                self._link.drop()
+                src, left = self._due
+                for _ in range(left if src not in self._link.failed else 0):
+                    # and drop what a neighbour still sends, which would wait for that
+                    self._link.receive(src)
                 for neighbour in neighbours:
                     if neighbour is not None and neighbour not in self._link.failed:
                         self._link.send(neighbour, facts)
                 self._link.flush(_PATIENCE_SECONDS)
             raise
 
-    def _decline(self) -> None:
-        """Receives what a neighbour still sends, which would wait for that, and drops it."""
-        self._link.drop()
-        src, left = self._due
-        for _ in range(left if src not in self._link.failed else 0):
-            self._link.receive(src)
 
-
-def _tensors(value: Value) -> tuple[torch.Tensor, ...]:
+def in_tuple(value: Value) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)

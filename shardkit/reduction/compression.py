@@ -53,7 +53,7 @@ class BlockFormat:
         return -(-numel // self.numel)
 
     def empty(self, blocks: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for so many blocks, [blocks, 16 + B] bytes."""
+        """Returns memory for so many blocks, [blocks, 16 + B] bytes."""
         return like.new_empty((blocks, self.nbytes), dtype=torch.uint8)
 
     def _blocks_at_once(self, values: torch.Tensor) -> int:
@@ -328,7 +328,7 @@ class CompressedAllReduce:
         self._second.forget()
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work:
-        """Works in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
+        """Reduces in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
         padded = self._part * self.world_size
         parts = tensor
         if padded != tensor.numel():

@@ -65,7 +65,7 @@ def local_norm(
     like: torch.Tensor,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Norm of this rank's gradients seen as one; 0-dim.
+    """Returns the norm of this rank's gradients seen as one; 0-dim.
 
     Device and dtype are those of ``like``: they have to be the same on all ranks, whatever gradients these hold.
     """
@@ -79,7 +79,7 @@ def local_norm(
 
 
 def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
+    """Makes a 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
     dtype = torch.float32
     for p in params:
         dtype = torch.promote_types(dtype, p.dtype.to_real() if p.dtype.is_complex else p.dtype)
@@ -87,12 +87,11 @@ def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str = "") -> torch.Tensor:
-    """Norm over all ranks of the group from each rank's :func:`local_norm`; every rank calls it."""
+    """Returns the norm over all ranks of the group from each rank's :func:`local_norm`; every rank calls it."""
     if group.world_size == 1:
         return local
-    if (
-        local.device.type != group.backend.device_type
-    ):  # gradients are offloaded, and the library takes no host tensors
+    # gradients are offloaded, and the library takes no host tensors
+    if local.device.type != group.backend.device_type:
         return global_norm(local.to(group.backend.device()), norm_type, group, label).to(local.device)
     control, label = group.channel("control"), label or "norm of gradients"
     if math.isinf(norm_type):
@@ -107,7 +106,7 @@ def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str 
 
 
 def combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Norm of everything from those of its parts."""
+    """Returns the norm of everything from those of its parts."""
     if len(norms) == 1:
         return norms[0]
     stacked = torch.stack(list(norms))

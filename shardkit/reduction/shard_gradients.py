@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import ClassVar
 
@@ -73,7 +73,8 @@ class ShardGradient(MarkedTensor):
         with as_plain():
             result = func(*args, **kwargs)
             if func is _UNSCALE:
-                _agree_on_overflow(*args)
+                shards = (g for g in args[0] if isinstance(g, ShardGradient) and not is_dtensor(g))
+                agree_on_overflow({_group_of(g) for g in shards}, args[1])
             elif stays_marked(result, args, ShardGradient):
                 result.__class__ = cls  # a clone, a detached or a scaled one is such a gradient too
         return result
@@ -181,9 +182,8 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
                 f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
                 f"{g.instead} takes it right"
             )
-    there = [
-        g for g in here if g.numel()
-    ]  # a shard may have no rows here, and nothing has no largest element
+    # a shard may have no rows here, and nothing has no largest element
+    there = [g for g in here if g.numel()]
     taken = _NORMS(there, norm_type) if several else [torch.linalg.vector_norm(g, norm_type) for g in there]
     norms = iter(taken)
     marked = [
@@ -229,11 +229,8 @@ def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
 
 
 # ------------------------------------------------------------ torch.amp.GradScaler
-def _agree_on_overflow(
-    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """An overflow on one rank is one on all ranks (collective)."""
-    groups = {_group_of(g) for g in gradients if isinstance(g, ShardGradient) and not is_dtensor(g)}
+def agree_on_overflow(groups: Iterable[Group], found_inf: torch.Tensor) -> None:
+    """Makes an overflow on one rank one on all ranks (collective)."""
     for group in sorted(groups, key=lambda g: g.ranks):
         label = "whether a gradient overflowed, for torch.amp.GradScaler"
         group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
@@ -296,5 +293,5 @@ class StandingGradient:
         return mark is not None and (param.grad is not mark or mark._version != self._version)
 
     def forget(self) -> None:
-        """It stands for nothing any more, whoever carries it."""
+        """Notes that it stands for nothing any more, whoever carries it."""
         self.gradient = None

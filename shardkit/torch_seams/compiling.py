@@ -17,7 +17,7 @@ F = TypeVar("F", bound=AnyCallable)
 
 
 def callees_compiled(function: F) -> F:
-    """The function itself runs as it is; functions that it calls may be compiled."""
+    """Leaves the function itself as it is; functions that it calls may be compiled."""
     not_compiled(function)
     frames, code = torch._C._dynamo.eval_frame, inspect.unwrap(function).__code__
     actions = frames._FrameAction

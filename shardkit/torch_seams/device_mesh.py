@@ -22,7 +22,7 @@ def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGrou
 def shards_and_replicas_of(
     mesh: DeviceMesh | None, group: ProcessGroup = None, replicas: ProcessGroup = None
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Ranks that share one copy of the model, and ranks that hold the same shard of it.
+    """Returns the ranks that share one copy of the model, and ranks that hold the same shard of it.
 
     A mesh of one dimension has the former; of one with two they are the last dimension, and replicas the first.
     """

@@ -133,14 +133,14 @@ class BackwardState:
         return all(state.began > self.ended and state.owner.has_sent for state in self.before)
 
     def leave(self) -> None:
-        """The step has ended here, wherever it was."""
+        """Notes that the step has ended here, wherever it was."""
         self.task = NO_BACKWARD
         self.unreduced = self.is_due = False
         self.raised = ""
 
     @not_compiled
     def on_output(self, _: torch.Tensor) -> None:
-        """Hook for outputs of forward: their backward has begun."""
+        """Hears, as a hook of outputs of forward, that their backward has begun."""
         if self.task == NO_BACKWARD and not self.accumulating:
             self.begin()
 

@@ -52,7 +52,7 @@ class LiveTensors(TorchDispatchMode):
         self.grown()
 
     def grown(self) -> None:
-        """More may be alive than ever."""
+        """Notes that more may be alive than ever."""
         self.peak = max(self.peak, self.bytes)
 
     def _forget(self, key: int) -> None:

@@ -110,7 +110,7 @@ def name_of_torchs(module: nn.Module) -> str:
 def _outside_of(
     module: nn.Module, checked: type[nn.Module] | None, without: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """``named_modules`` without some, and those of a class, which were looked at when they were made."""
+    """Lists ``named_modules`` without some, and those of a class, which were looked at when they were made."""
     found: list[tuple[str, nn.Module]] = []
     waiting, seen = [("", module)], {module}
     while waiting:

@@ -18,20 +18,24 @@ def strided_view(flat: torch.Tensor, like: torch.Tensor, offset: int) -> torch.T
 
 def dense_strides(like: torch.Tensor) -> tuple[int, ...]:
     """Returns the tensor's strides where its elements fill their memory (channels-last, say), else contiguous ones."""
-    return like.stride() if _is_dense(like) else _contiguous_strides(like.shape)
+    is_dense = storage_order(like.shape, like.stride()) is not None
+    return like.stride() if is_dense else contiguous_strides(like.shape)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Returns dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    for d in reversed(order):
+        if shape[d] != 1:
+            if strides[d] != expected:
+                return None
+            expected *= shape[d]
+    return order
 
 
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a tensor whose elements lie in row-major order."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * max(shape[i + 1], 1)

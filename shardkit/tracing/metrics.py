@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -34,17 +35,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Hears that no more records come."""
-
-
-class _Calls:
-    def __init__(self, function: Callable[[Record], object]) -> None:
-        self._function = function
-
-    def write(self, record: Record) -> None:
-        self._function(record)
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class Metrics:
@@ -244,7 +234,7 @@ def _sink(
     if isinstance(given, Sink):
         return lambda: given
     if callable(given):
-        return lambda: _Calls(given)
+        return lambda: SimpleNamespace(write=given, close=lambda: None)  # nothing is open
     raise ConfigurationError(
         f"{given!r} is no place for metrics: pass a file's name, a callable that takes a record, or an object with "
         "write(record) and close()"

@@ -89,7 +89,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop_listening(listener: Listener) -> None:
-    """The opposite; from any thread."""
+    """Does the opposite; from any thread."""
     with _lock:
         for thread, found in list(_listeners.items()):
             left = tuple(other for other in found if other is not listener)
@@ -109,7 +109,7 @@ def _changed() -> None:
 
 
 def report_number(name: str, value: torch.Tensor) -> None:
-    """Listeners of this rank hear of a number; asked for only while somebody listens."""
+    """Tells listeners of this rank a number; asked for only while somebody listens."""
     for listener in listeners_here():
         listener.on_number(name, value)
 

@@ -14,7 +14,6 @@ import platform
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -140,33 +139,20 @@ class Recorder:
     def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
-    def note_step(self, number: int) -> None:
-        self.steps.append((number, now()))
-
-    def stop(self) -> None:
-        self.ended = now()
-
     def on_number(self, name: str, value: torch.Tensor) -> None:
         """Numbers are for metrics."""
 
     def part(self) -> TracePart:
-        """Everything, in the form that travels."""
+        """Returns everything, in the form that travels."""
         if self._timer is not None:
             self._group.backend.synchronize()
         numbers: dict[What, int] = {}
         threads = {self.thread: 0}
         events = []
         for what, start, end, thread, marks in self.events:
-            on_device = self._on_device(marks)
-            events.append(
-                (
-                    numbers.setdefault(what, len(numbers)),
-                    start,
-                    end,
-                    threads.setdefault(thread, len(threads)),
-                    *on_device,
-                )
-            )
+            number = numbers.setdefault(what, len(numbers))
+            track = threads.setdefault(thread, len(threads))
+            events.append((number, start, end, track, *self._on_device(marks)))
         group = self._group
         return TracePart(
             format=FORMAT,
@@ -193,15 +179,6 @@ class Recorder:
         return at + timer.seconds(zero, marks[0]) * 1e9, at + timer.seconds(zero, marks[1]) * 1e9
 
 
-def packed(part: TracePart) -> bytes:
-    return zlib.compress(json.dumps(part).encode(), 1)
-
-
-def unpacked(data: bytes) -> TracePart:
-    found: TracePart = json.loads(zlib.decompress(data))
-    return found
-
-
 def part_path(path: Path, rank: int) -> Path:
     """Names the file in which a rank's own part is written if the ranks can't put theirs together."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
@@ -220,7 +197,7 @@ def read_part(path: Path) -> TracePart:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file is complete or as it was."""
+    """Writes a file that is complete or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)

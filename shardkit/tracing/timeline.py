@@ -41,7 +41,14 @@ class Slice(NamedTuple):
 
 
 def merged(parts: Sequence[TracePart]) -> Json:
-    parts = [_on_one_clock(part, parts[0]["host"]) for part in parts]
+    # processes of one machine have one clock, unless what was measured speaks against it
+    host = parts[0]["host"]
+    parts = [
+        {**part, "clock": []}
+        if part["host"] == host and all(abs(ahead) <= error for _, ahead, error in part["clock"])
+        else part
+        for part in parts
+    ]
     starts = [_clock(part, 0.0)(start) for part in parts for _, start, *_ in part["events"]]
     origin = min(starts, default=0.0)
     slices = {part["rank"]: _slices(part, origin) for part in parts}
@@ -49,7 +56,10 @@ def merged(parts: Sequence[TracePart]) -> Json:
     for part in parts:
         rank, of_rank = part["rank"], slices[part["rank"]]
         events += [*_tracks(part), *_steps(part, origin), *(_shown(rank, s) for s in of_rank)]
-        events += [*_in_flight(rank, of_rank), *_device_slices(rank, of_rank)]
+        events += _in_flight(rank, of_rank)
+        for s in of_rank:  # ranges nest on the host; their marks on one stream are in the same order
+            if s.device is not None and s.what.kind != "backward":
+                events.append(_bar("device", s.what.name, rank, _DEVICE, *s.device))
     events += _flows(slices)
     return {
         "displayTimeUnit": "ms",
@@ -70,13 +80,6 @@ def merged(parts: Sequence[TracePart]) -> Json:
     }
 
 
-def _on_one_clock(part: TracePart, host: str) -> TracePart:
-    """Processes of one machine have one clock, unless what was measured speaks against it."""
-    if part["host"] == host and all(abs(ahead) <= error for _, ahead, error in part["clock"]):
-        return {**part, "clock": []}
-    return part
-
-
 def _clock(part: TracePart, origin: float) -> Callable[[float], float]:
     """Turns a time of this rank's into microseconds of rank 0's clock since the origin."""
     readings = [ClockReading(*reading) for reading in part["clock"]]
@@ -95,20 +98,22 @@ def _slices(part: TracePart, origin: float) -> list[Slice]:
 
 
 def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
-    """Moments of backward become ranges; what begins in a range ends in it."""
+    """Turns moments of backward into ranges; what begins in a range ends in it."""
     around: list[float] = []  # ends of ranges that are open
     moment: tuple[Slice, list[float]] | None = None  # and what it is inside of
     for s in slices:
         while around and around[-1] <= s.start:
             around.pop()
         end = min([s.end, *around])
-        if s.what.kind == "backward" and moment is not None and _is_within(moment[0].what.unit, s.what.unit):
-            continue  # backward goes from the outside in: both have the same output
-        if moment is not None and (
-            s.what.kind in ("backward", "backward.end", "step", "data") or _is_over(moment, s)
-        ):
-            yield _lasting(moment, s.start)
-            moment = None
+        if moment is not None:
+            inner, ends = moment[0].what.unit, moment[1]
+            is_within = s.what.unit == "root" or inner.startswith(s.what.unit + ".")
+            if s.what.kind == "backward" and is_within:
+                continue  # backward goes from the outside in: both have the same output
+            ends_it = s.what.kind in ("backward", "backward.end", "step", "data")
+            if ends_it or any(end <= s.start for end in ends):
+                yield _lasting(moment, s.start)
+                moment = None
         if s.what.kind == "backward":
             moment = (s, list(around))
         else:
@@ -116,14 +121,6 @@ def _nested(slices: Iterable[Slice], ended: float) -> Iterator[Slice]:
             around.append(end)
     if moment is not None:
         yield _lasting(moment, ended)
-
-
-def _is_within(unit: str, other: str) -> bool:
-    return other == "root" or unit.startswith(other + ".")
-
-
-def _is_over(moment: tuple[Slice, list[float]], s: Slice) -> bool:
-    return any(end <= s.start for end in moment[1])
 
 
 def _lasting(moment: tuple[Slice, list[float]], until: float) -> Slice:
@@ -169,15 +166,8 @@ def _shown(rank: int, s: Slice) -> Json:
     return {**_bar("shardkit", s.what.name, rank, s.thread + 1, s.start, s.end), "args": args}
 
 
-def _device_slices(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
-    """Ranges nest on the host; their marks on one stream are in the same order."""
-    for s in slices:
-        if s.device is not None and s.what.kind != "backward":
-            yield _bar("device", s.what.name, rank, _DEVICE, *s.device)
-
-
 def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
-    """From when a collective was issued to when this rank had waited for it; these overlap."""
+    """Yields spans from when a collective was issued to when this rank had waited for it; these overlap."""
     waits = [s for s in slices if s.what.kind.endswith(".wait")]
     issued: dict[tuple[str, str], Slice] = {}
     number = 0
@@ -260,7 +250,7 @@ class Activity(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Time in which nothing is computed because something has not come."""
+        """Returns the time in which nothing is computed because something has not come."""
         return max(self.end - self.start, self.device) if self.wait else 0.0
 
 

@@ -15,6 +15,7 @@ import re
 import sys
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, RankMismatchError
 from ..types import AnyCallable, Args, Framework, Kwargs, ProcessGroup, Tree
-from .ranges import Heard, What, leave, listen, stop_listening
-from .recording import Recorder, compare_clocks, packed, part_path, unpacked, write_atomically
+from .ranges import Heard, What, leave, listen, now, stop_listening
+from .recording import Recorder, compare_clocks, part_path, write_atomically
 from .timeline import merged
 
 # By thread, for ranks may be threads of one process. Torch's hooks for all optimizers are registered once and for good:
@@ -131,7 +132,7 @@ def hear_of_data() -> None:
 
 
 def forget_data() -> None:
-    """The opposite, as often."""
+    """Does the opposite, as often."""
     global _waits
     with _lock:
         _waits -= 1
@@ -156,7 +157,7 @@ _layer_watches: list[LayerWatch] = []
 
 
 def note_model(module: nn.Module) -> None:
-    """The calling rank trains it, and nothing else says where it is."""
+    """Notes that the calling rank trains it; nothing else says where it is."""
     _models[module] = threading.get_ident()
     for watch in _layer_watches:
         watch.watch(module)
@@ -288,7 +289,7 @@ class Tracer:
         listen(self._recorder)
 
     def _obstacle(self) -> str:
-        """Why rank 0 can't write the file."""
+        """Tells why rank 0 can't write the file."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
@@ -303,10 +304,13 @@ class Tracer:
         if recorder is None:
             return
         recorder.clock.append(compare_clocks(self.group))
-        parts = self.group.gather_object(packed(recorder.part()), 0, label="parts of a trace")
+        sent = zlib.compress(json.dumps(recorder.part()).encode(), 1)
+        parts = self.group.gather_object(sent, 0, label="parts of a trace")
         self.is_done = True
         if parts is not None:
-            write_atomically(self.path, json.dumps(merged([unpacked(part) for part in parts])))
+            write_atomically(
+                self.path, json.dumps(merged([json.loads(zlib.decompress(part)) for part in parts]))
+            )
             logger.info("%s has a trace of %d ranks: shardkit trace %s", self.path, len(parts), self.path)
 
     def abandon(self) -> None:
@@ -325,12 +329,12 @@ class Tracer:
         if recorder is not None:
             stop_listening(recorder)
             forget_data()
-            recorder.stop()
+            recorder.ended = now()
         return recorder
 
     def _step_ended(self, count: int) -> None:
         if self._recorder is not None:
-            self._recorder.note_step(count - 1)
+            self._recorder.steps.append((count - 1, now()))
         if self._steps is None:
             return
         if count == self._steps.stop:
@@ -398,7 +402,7 @@ _of_environment: dict[int, Tracer] = {}  # by thread: ranks may be threads of on
 
 
 def training_begins(group: Group) -> None:
-    """Something is sharded by the calling rank: what ``SHARDKIT_TRACE`` asks for begins."""
+    """Begins what ``SHARDKIT_TRACE`` asks for, as the calling rank shards something."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return

@@ -75,13 +75,6 @@ def add_groups(state: State, count: int) -> None:
         state[name] = torch.cat([values, torch.full((count,), float(name == SQUARE), dtype=values.dtype)])
 
 
-def rescale_variance(state: State, factor: float) -> None:
-    """Multiplies all that the average of the variance is made of."""
-    for name in (VARIANCE, f"{VARIANCE}_biased", f"{VARIANCE}_total"):
-        if name in state:
-            state[name] = state[name] * factor
-
-
 def update_average(state: State, name: str, value: torch.Tensor, smoothing: float, debias: bool) -> None:
     """Takes a step's estimate [G] into the moving average ``state[name]``.
 
@@ -107,7 +100,7 @@ def update_average(state: State, name: str, value: torch.Tensor, smoothing: floa
 
 
 def loaded(data: StateDict, groups: int) -> State:
-    """Own copies of the averages in an optimizer's state dict; new ones where it has none.
+    """Makes own copies of the averages in an optimizer's state dict; new ones where it has none.
 
     Args:
         data: of this class (tensors), of fairscale's (numpy arrays), or of an optimizer without AdaScale.
@@ -131,12 +124,9 @@ def loaded(data: StateDict, groups: int) -> State:
     return averages
 
 
-def squared_norm(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Σ|t|² as a 0-dim tensor with the dtype and device of ``like``; 0 where there are none."""
-    if not tensors:
-        return torch.zeros_like(like)
-    norms = torch._foreach_norm(dense(tensors), 2.0, like.dtype)
-    return torch.stack([n.to(like.device) for n in norms]).square().sum()
+def sum_of_squares(norms: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Σn² as a 0-dim tensor with the dtype and device of ``like``; 0 where there are none."""
+    return torch.stack([n.to(like) for n in norms]).square().sum() if norms else torch.zeros_like(like)
 
 
 class GradientMeter:
@@ -205,13 +195,7 @@ class GradientMeter:
         """Σ|g_i|² of this rank by group, [G]."""
         if self._norms or self._sums is None:
             by_group = [[n for g, n in self._norms if g == group] for group in range(self.groups)]
-            squares = [
-                torch.stack([n.to(self.like) for n in norms]).square().sum()
-                if norms
-                else torch.zeros_like(self.like)
-                for norms in by_group
-            ]
-            summed = torch.stack(squares)
+            summed = torch.stack([sum_of_squares(norms, self.like) for norms in by_group])
             self._sums = summed if self._sums is None else self._sums + summed
             self._norms.clear()
         return self._sums
@@ -235,7 +219,12 @@ class GradientMeter:
                 self._begin()
             self._fired[index] += 1
             if self._fired[index] > (self.expected if self._task == NO_BACKWARD else self._ended + 1):
-                self._refuse_second()
+                raise GradientOrderError(
+                    "a parameter received more gradients than there are backwards in a step "
+                    f"(num_gradients_to_accumulate={self.expected}): either step() was not called after that many, or "
+                    "the parameter is used in several re-entrant checkpoints; use checkpoint(..., use_reentrant=False) "
+                    "there"
+                )
             self._norms.append((group, norm))
 
         return after  # type: ignore[return-value]
@@ -255,13 +244,6 @@ class GradientMeter:
         with torch.no_grad():
             self.sums()
             self._on_backward()
-
-    def _refuse_second(self) -> None:
-        raise GradientOrderError(
-            "a parameter received more gradients than there are backwards in a step "
-            f"(num_gradients_to_accumulate={self.expected}): either step() was not called after that many, or the "
-            "parameter is used in several re-entrant checkpoints; use checkpoint(..., use_reentrant=False) there"
-        )
 
 
 # ------------------------------------------------------------------------------------------ estimates
@@ -381,18 +363,14 @@ class Averaging:
 
     def _squares(self, params: Sequence[nn.Parameter], like: torch.Tensor) -> torch.Tensor:
         """Returns this rank's share of Σ|p.grad|² times the number of ranks, where each has all of it or a shard."""
-        cut: dict[int, list[nn.Parameter]] = {}
+        cut: dict[int, list[torch.Tensor]] = {}
         for p in params:
-            cut.setdefault(self._flats[p].group.world_size if p in self._flats else 1, []).append(p)
-        parts = [squared_norm(_gradients(held), like) * ranks for ranks, held in cut.items()]
-        return torch.stack(parts).sum() if parts else torch.zeros_like(like)
-
-    def divide_gradients(self, by: int) -> None:
-        gradients = {id(g): g for g in _gradients(self.parameters())}
-        if isinstance(self._optimizer, OSS):
-            gradients |= {id(g): g for g in self._optimizer.gradients()}
-        for gradient in gradients.values():
-            gradient.div_(by)
+            if p.grad is not None:
+                cut.setdefault(self._flats[p].group.world_size if p in self._flats else 1, []).append(p.grad)
+        total = torch.zeros_like(like)
+        for ranks, gradients in cut.items():
+            total += ranks * sum_of_squares(torch._foreach_norm(dense(gradients), 2.0, like.dtype), like)
+        return total
 
     def flat_gradient(self, like: torch.Tensor) -> torch.Tensor:
         """Returns all gradients in one tensor [P] with the dtype and device of ``like``; zeros where there is none."""
@@ -405,7 +383,7 @@ class Averaging:
         return torch.cat(flat)
 
     def correlation(self, like: torch.Tensor) -> torch.Tensor:
-        """Mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
+        """Returns the mean correlation of the gradients that pairs of ranks hold now, 0-dim (collective)."""
         group = self._find_group()
         if group is None or self.world_size == 1:
             raise ConfigurationError("a correlation of ranks' gradients needs several ranks")
@@ -415,10 +393,6 @@ class Averaging:
         correlation = torch.corrcoef(everybody)  # [N, N]
         above = torch.ones_like(correlation, dtype=torch.bool).triu(1)
         return correlation[above].mean()
-
-
-def _gradients(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    return [p.grad for p in params if p.grad is not None]
 
 
 class AdaScale(Optimizer):
@@ -483,7 +457,7 @@ class AdaScale(Optimizer):
         self._is_scaled_loss, self._debias_ewma = is_scaled_loss, debias_ewma
         ends = weakref.WeakMethod(self._end_of_backward)  # parameters must not keep this object
         like = norm_like(self._averaging.parameters())
-        self._meter = GradientMeter(1, like, lambda: _call(ends))
+        self._meter = GradientMeter(1, like, lambda: (alive := ends()) and alive())
         self.set_num_gradients_to_accumulate(num_gradients_to_accumulate)
         if smoothing is not None:
             if not 0.0 <= smoothing < 1.0:
@@ -498,32 +472,32 @@ class AdaScale(Optimizer):
     # ---------------------------------------------------------------- facts
     @property
     def optimizer(self) -> Optimizer:
-        """The wrapped optimizer."""
+        """Returns the wrapped optimizer."""
         return self._optimizer
 
     @property
     def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
-        """The wrapped optimizer's; schedulers change them here."""
+        """Returns the wrapped optimizer's; schedulers change them here."""
         return self._optimizer.param_groups
 
     @property
     def scale(self) -> float:
-        """Size of the whole batch relative to the one at scale 1. Not the gain."""
+        """Returns the size of the whole batch relative to the one at scale 1. Not the gain."""
         return self._scale
 
     @property
     def smoothing(self) -> float:
-        """Weight of the past in moving averages."""
+        """Returns the weight of the past in moving averages."""
         return self._smoothing
 
     @property
     def _count(self) -> int:
-        """Gradients in a step."""
+        """Returns how many gradients are in a step."""
         return self._averaging.world_size * self._meter.expected
 
     @property
     def _averages(self) -> State:
-        """The moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
+        """Returns the moving averages; they live in the wrapped optimizer's state, and so in its state dict."""
         state: Tree = self._optimizer.state
         if SQUARE not in state.get(KEY, {}):  # new, or loaded from an optimizer without AdaScale
             state[KEY] = initial_state(len(self.param_groups))
@@ -573,7 +547,7 @@ class AdaScale(Optimizer):
 
     @torch.no_grad()
     def gradient_correlation(self) -> torch.Tensor:
-        """Mean correlation of the gradients that pairs of ranks hold now (0-dim); call it before they are averaged.
+        """Returns the mean correlation of gradients that pairs of ranks hold now (0-dim): before they are averaged.
 
         All ranks call it. Parameters without a gradient count as zeros.
 
@@ -629,7 +603,11 @@ class AdaScale(Optimizer):
                 f"gradients need no division with is_scaled_loss={self._is_scaled_loss} and "
                 f"num_gradients_to_accumulate={self._meter.expected}; it is for losses that were not divided"
             )
-        self._averaging.divide_gradients(self._meter.expected)
+        gradients = {id(p.grad): p.grad for p in self._averaging.parameters() if p.grad is not None}
+        if isinstance(self._optimizer, OSS):
+            gradients |= {id(g): g for g in self._optimizer.gradients()}
+        for gradient in gradients.values():
+            gradient.div_(self._meter.expected)
 
     def _refuse_amid_step(self, call: str) -> None:
         """Raises GradientOrderError if some of the step's backwards are missing."""
@@ -659,7 +637,10 @@ class AdaScale(Optimizer):
         if not scale >= 1:
             raise AdaScaleArgumentError(f"scale is {scale}; it has to be at least 1")
         if update_estimate:
-            rescale_variance(self._averages, self._scale / scale)
+            averages = self._averages
+            for name in (VARIANCE, f"{VARIANCE}_biased", f"{VARIANCE}_total"):  # what the average is made of
+                if name in averages:
+                    averages[name] = averages[name] * (self._scale / scale)
         self._scale = scale
 
     def set_num_gradients_to_accumulate(
@@ -708,7 +689,7 @@ class AdaScale(Optimizer):
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """The wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
+        """Returns the wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
 
         Raises:
             GradientOrderError: some of the step's backwards are missing.
@@ -745,12 +726,6 @@ class AdaScale(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._optimizer!r})"
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()
 
 
 def _evaluated_closure(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

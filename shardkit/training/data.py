@@ -91,7 +91,7 @@ class GlobalOrder:
         return start + (left - left % (self.batch * self.rounds) if self.drop_last else left)
 
     def check_even(self, ranks: int, start: int = 0) -> None:
-        """Every rank gets as many samples of each batch as any other."""
+        """Checks that every rank gets as many samples of each batch as any other."""
         if self.batch % ranks:
             raise ConfigurationError(
                 f"a batch of {self.batch} samples can't be shared evenly by {ranks} ranks, and the mean over ranks "
@@ -179,11 +179,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns how many batches a whole epoch has."""
         return -(-self.order.end() // self.order.batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From the place that was loaded, once; else from the beginning of the epoch."""
+        """Iterates from the place that was loaded, once; else from the beginning of the epoch."""
         begin, self._start = self._start, 0
         return _Batches(self, self.epoch, begin)
 
@@ -193,7 +193,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._start
 
     def set_epoch(self, epoch: int) -> None:
-        """The order is that of this epoch. A place that was loaded stays if it is in this epoch."""
+        """Takes the order of this epoch. A place that was loaded stays if it is in this epoch."""
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
 
@@ -237,9 +237,6 @@ class _Batches(Iterator[list[int]]):
     def __init__(self, sampler: GlobalBatchSampler, epoch: int, start: int) -> None:
         self._sampler, self._epoch, self._start = sampler, epoch, start
         self._end = sampler.order.end(start)
-
-    def __iter__(self) -> _Batches:
-        return self
 
     def __next__(self) -> list[int]:
         if self._start >= self._end:
@@ -455,7 +452,7 @@ class ResumableLoader(Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """The one under way, or the next."""
+        """Returns the one under way, or the next."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -465,7 +462,7 @@ class ResumableLoader(Generic[T]):
             self._used = 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Returns how many batches a whole epoch has."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[T]:

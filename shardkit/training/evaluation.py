@@ -178,14 +178,14 @@ class EvaluationSampler(Sampler[int]):
 
     @property
     def most(self) -> int:
-        """Samples of the rank that has most."""
+        """Returns how many samples the rank has that has most."""
         return -(-len(self.dataset) // self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Nothing: the order is always that of the dataset. For loops that call it on any sampler."""
 
     def in_order(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Results of all ranks, [n_r, ...] each, in the order of the dataset, [N, ...].
+        """Returns results of all ranks, [n_r, ...] each, in the order of the dataset, [N, ...].
 
         Raises:
             ConfigurationError: a rank has not one row for each of its samples.
@@ -202,7 +202,7 @@ class EvaluationSampler(Sampler[int]):
 
 
 def in_step(loader: DataLoader[T]) -> Iterator[tuple[T, bool]]:
-    """Batches of a loader with an :class:`EvaluationSampler`, equally many on all ranks.
+    """Yields batches of a loader with an :class:`EvaluationSampler`, equally many on all ranks.
 
     Yields:
         The batch, and whether it counts. A rank that has no more of its own gets one again that does not.

@@ -242,7 +242,7 @@ class ShardedGradScaler(GradScaler):
         return {found_inf.device: found_inf}
 
     def _join_in_unscaled(self, optimizer: Optimizer) -> None:
-        """A rank that forgot to scale still takes part, so that the error comes on all ranks."""
+        """Lets a rank that forgot to scale take part, so that the error comes on all ranks."""
         if self._enabled and self._scale is None:
             first = next((p for g in optimizer.param_groups for p in g["params"]), torch.empty(0))
             self._lazy_init_scale_growth_tracker(first.device)

@@ -58,10 +58,6 @@ class Shaped(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Shaped:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
@@ -117,7 +113,7 @@ def _described(group: Group, name: str, args: Args, kwargs: Kwargs) -> IssuedCal
 
 def _plain(argument: Tree) -> Argument:
     if isinstance(argument, torch.Tensor):
-        return Shaped.of(argument)
+        return Shaped(tuple(argument.shape), argument.dtype, argument.device)
     if argument is None or isinstance(argument, int | str | ReduceOp):
         return argument
     return tuple(int(n) for n in argument)  # sizes
@@ -180,7 +176,7 @@ class IssuedCalls:
         return noted
 
     def give_up(self) -> None:
-        """Other ranks hear what they have not heard."""
+        """Tells other ranks what they have not heard."""
         for group, why in self.given_up:
             group.abort(why)
 
@@ -265,7 +261,7 @@ class SkipOutOfMemory:
 
     # ------------------------------------------------------------ what it is for
     def _find_groups(self) -> list[Group]:
-        """Over which the models are sharded, and those of replicas behind them."""
+        """Finds those over which the models are sharded, and those of replicas behind them."""
         of_each = [[g for g in (u.group, u.replicas) if g is not None] for u in self._units]
         of_each += [[w._connected().group] for w in self._wrappers]
         if not of_each:
@@ -332,7 +328,9 @@ class SkipOutOfMemory:
         self._note_buffers()
         self._versions = [p._version for p in self._parameters()]
         self._backwards = [u.unit.backwards for u in self._units]
-        self._inside.enter_context(self._calls.listening(self._listened()))
+        heard = [*self._groups, *(u.post_forward_mesh for u in self._units)]
+        groups = dict.fromkeys(g for g in heard if g is not None)
+        self._inside.enter_context(self._calls.listening(groups))
         self._is_inside = True
         return self
 
@@ -348,16 +346,17 @@ class SkipOutOfMemory:
             logger.warning("rank %d ran out of memory: %s", self._global_rank(), str(error).split("\n")[0])
             self._leave(error)
         if self._tell(error is not None):
-            self._refuse_steps()
+            found = "" if self.rank is None else f" Rank {self.rank} ran out of memory this time."
+            raise LifecycleError(
+                "SkipOutOfMemory: parameters were changed inside of the with (by optimizer.step(), or by a module as "
+                "Embedding(max_norm=)), which can't be taken back where a rank runs out of memory. Put the step behind "
+                f"it.{found}"
+            )
         if self.rank is None:
             self._learn()
         else:
             self._skip()
         return True
-
-    def _listened(self) -> list[Group]:
-        meshes = (u.post_forward_mesh for u in self._units)
-        return list(dict.fromkeys(g for g in (*self._groups, *meshes) if g is not None))
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Lists what an optimizer would change."""
@@ -369,14 +368,6 @@ class SkipOutOfMemory:
 
     def _has_stepped(self) -> bool:
         return self._versions != [p._version for p in self._parameters()]
-
-    def _refuse_steps(self) -> NoReturn:
-        found = "" if self.rank is None else f" Rank {self.rank} ran out of memory this time."
-        raise LifecycleError(
-            "SkipOutOfMemory: parameters were changed inside of the with (by optimizer.step(), or by a module as "
-            "Embedding(max_norm=)), which can't be taken back where a rank runs out of memory. Put the step behind "
-            f"it.{found}"
-        )
 
     def _note_buffers(self) -> None:
         self._absent = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is None]
@@ -448,13 +439,6 @@ class SkipOutOfMemory:
             self._known = calls
         self._last = calls
 
-    def _put_buffers_back(self) -> None:
-        for module, name, buffer, copy in self._buffers:
-            buffer.data.copy_(copy)
-            module._buffers[name] = buffer
-        for module, name in self._absent:
-            module._buffers[name] = None
-
     @torch.no_grad()
     def _skip(self) -> None:
         self.skipped = True
@@ -462,7 +446,11 @@ class SkipOutOfMemory:
         self._drop()
         for unit, backwards in zip(self._units, self._backwards, strict=True):
             unit.unit.backwards = backwards  # ranks that left the step have not come to its end
-        self._put_buffers_back()
+        for module, name, buffer, copy in self._buffers:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
+        for module, name in self._absent:
+            module._buffers[name] = None
         if self._in_a_row >= IN_A_ROW:
             raise LifecycleError(
                 f"SkipOutOfMemory: {IN_A_ROW} batches in a row were skipped, the last because rank {self.rank} ran out "

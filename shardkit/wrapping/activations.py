@@ -108,7 +108,7 @@ def once(compute: Callable[[], _T]) -> _T:
 
 # ------------------------------------------------------------------------------------------ batch norms
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
-    """Batch norms (all of torch's kinds) within a module leave their running statistics alone in a second run.
+    """Lets batch norms (all of torch's kinds) within a module leave running statistics alone in a second run.
 
     Those with an attribute ``disable_patch_batchnorm`` are left out, and those that are patched already.
 
@@ -276,7 +276,7 @@ def call_checkpointed(
     near: nn.Module,
     offload_to_cpu: bool = False,
 ) -> Any:
-    """``call(*args, **kwargs)``, of which only the tensors in the arguments are kept; backward calls it again.
+    """Calls ``call(*args, **kwargs)``, of which only the tensors in the arguments are kept; backward calls it again.
 
     A plain call where nothing requires a gradient, without grad mode and within :func:`disable_checkpointing`.
 
@@ -327,7 +327,7 @@ class _CheckpointedForward:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters of a module; also those that wrappers keep as plain attributes."""
+    """Returns the parameters of a module; also those that wrappers keep as plain attributes."""
     yield from module.parameters()
     for child in module.modules():
         for value in vars(child).values():

@@ -182,7 +182,7 @@ def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
 
 
 def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
-    """Any of the families of policies as one interface; what has it already as it is.
+    """Makes one interface of any of the families of policies; returns what has it already.
 
     Raises:
         ConfigurationError: ``policy`` is neither a callable nor a policy object of torch.
@@ -201,7 +201,7 @@ def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
 
 
 def with_min_num_params(policy: object, min_num_params: float) -> Callable[..., bool]:
-    """``policy`` with another threshold.
+    """Returns ``policy`` with another threshold.
 
     Raises:
         ConfigurationError: it has no argument ``min_num_params``.

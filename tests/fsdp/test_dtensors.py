@@ -330,7 +330,7 @@ def _replaced(rank: int) -> None:
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         m(_batch(0, 0)).square().mean().backward()
         optimizer.step()
-    _same(_whole(dict(model.named_parameters())), dict(one.named_parameters()))
+    _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
     with pytest.raises(ConfigurationError, match="'weight' is put into"):
         model.head.weight = nn.Parameter(model.head.weight * 2)
 

@@ -175,7 +175,7 @@ def test_frozen_values_on_the_host(rank: int) -> None:
     for step in range(2):
         _loss(model, step).backward()
     held = [flat for state in sharding_of(model)._state.states() for flat in state.flats if not flat.trains]
-    assert all(f.host is not None and f.gathered.untyped_storage().nbytes() == 0 for f in held)
+    assert all(f.host is not None and f.store.gathered.untyped_storage().nbytes() == 0 for f in held)
     assert [unit.on_host for unit in summary(model).units] == ["", *["what is frozen"] * (LAYERS + 1)]
     sharding_of(model).reshard_frozen()
     assert all(f.host is None for f in held)

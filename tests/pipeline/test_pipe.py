@@ -212,12 +212,19 @@ def test_deferred_batch_norm_is_converted_with_its_tensors() -> None:
         nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2).double()), nn.BatchNorm1d(2, affine=False)
     )
     module[2].eval()
+    module[1].append(module[2])
+    module.append(module[2])
     weight = module[1][0].weight
     converted = DeferredBatchNorm.convert_deferred_batch_norm(module, 3)
     assert converted[1][0].weight is weight
     assert converted[1][0].sum.dtype == torch.float64
     assert converted[2].weight is None
     assert not converted[2].training
+    assert converted[1][1] is converted[3] is converted[2]
+    converted[1][0](torch.ones(4, 2, dtype=torch.float64))  # sums of one micro-batch of three
+    anew = DeferredBatchNorm.convert_deferred_batch_norm(converted[1][0], 2)
+    assert anew.sum.abs().sum() == anew.counter == 0
+    assert anew.running_mean is converted[1][0].running_mean
     assert DeferredBatchNorm.convert_deferred_batch_norm(converted, 3)[2] is converted[2]
     kept = DeferredBatchNorm.convert_deferred_batch_norm(nn.BatchNorm1d(2, track_running_stats=False))
     assert type(kept) is nn.BatchNorm1d

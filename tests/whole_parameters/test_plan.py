@@ -22,12 +22,12 @@ def test_all_elements_reach_the_owner_and_come_back(
     plans = [plan_of(pieces, owners, rank, world_size) for rank in range(world_size)]
     for here, plan in enumerate(plans):
         for there, other in enumerate(plans):
-            sent = [p for rank, p in plan.away.pieces if rank == there]
-            assert sent == [p for rank, p in other.own.pieces if rank == here]  # in one order
-            assert plan.away.numels[there] == other.own.numels[here] == sum(p.numel for p in sent)
-            assert plan.away.counts[there] == other.own.counts[here] == len(sent)
+            sent = plan.away.pieces[there]
+            assert sent == other.own.pieces[here]  # in one order
+            size = 2 * sum(p.numel for p in sent) + len(sent)
+            assert plan.away.sizes(2, 1)[there] == other.own.sizes(2, 1)[here] == size
     for number, owner in enumerate(owners):
-        arrived = [p.numel for _, p in plans[owner].own.pieces if p.item == number]
+        arrived = [p.numel for some in plans[owner].own.pieces for p in some if p.item == number]
         own = [p.numel for p in pieces[number] if p.rank == owner]
         assert sum(arrived) + sum(own) == numels[number]
     assert {p.total for p in plans} == {sum(plans[0].total for _ in [0])}

@@ -12,6 +12,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.construct import reconnect
 from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.originals import managing
+from shardkit.fsdp.store import FULL
 from shardkit.fsdp.submodule_api import Answer, is_collecting
 from shardkit.fsdp.wrapper import Door
 from shardkit.optimizers.shards import shard_behind
@@ -172,7 +173,7 @@ class FairscaleFacts(StandIn):
     @property
     def has_full_params(self) -> bool:
         """Whether this wrapper's parameters are gathered."""
-        return self._state.summoned is not None or any(f.is_full for f in self._state.flats)
+        return self._state.summoned is not None or any(f.store.state in FULL for f in self._state.flats)
 
     @property
     def training_state(self) -> TrainingState:  # type: ignore[override]

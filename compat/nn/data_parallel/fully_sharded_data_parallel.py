@@ -140,18 +140,12 @@ class FullyShardedDataParallel(FairscaleFacts):
 
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    def summon_full_params(  # type: ignore[override]
+        self, recurse: bool = True, volatile: bool = False
+    ) -> Iterator[None]:
         """Inside, full parameters are there under their own names; changes are kept unless ``volatile``."""
         with summoned(self._state, recurse, writeback=not volatile):
             yield
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See :meth:`shardkit.FSDP.clip_grad_norm_`."""
-        return self._clip(max_norm, norm_type)
-
-    def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """See :meth:`shardkit.FSDP.state_dict`."""
-        return self._full_state_dict(*args, **kwargs)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:
         """Divides gradients by ``pre`` before and by ``post`` after their sum over ranks."""

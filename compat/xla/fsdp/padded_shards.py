@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from shardkit.checkpoint.tools.rank_files import shard_name
-from shardkit.fsdp.originals import Listing
+from shardkit.fsdp.registered import Registered
 from shardkit.layout import ShardLayout
 
 Entries = MutableMapping[str, torch.Tensor]
@@ -45,7 +45,7 @@ class Shard:
         numel: R.
     """
 
-    flat: Listing
+    flat: Registered
     listed: str
     original: str
     size: torch.Size

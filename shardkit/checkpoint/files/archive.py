@@ -48,6 +48,39 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
     return crc
 
 
+class View:
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+    def readinto(self, target: memoryview) -> int:
+        data = self.read(len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def seekable(self) -> bool:
+        return True
+
+
 class Archive:
     """A zip file of records that are not compressed; a record's CRC-32 is the zip's own."""
 

@@ -255,7 +255,7 @@ def _kept(value: object) -> Data:
 
 
 def key_of(value: object) -> Data:
-    """A key of a dict or an element of a set: hashing any other could take for ever, or call."""
+    """Returns a key of a dict or an element of a set if it is plain: hashing any other could take for ever, or call."""
     plain = isinstance(value, (*_KEYS, Instance)) or type(value).__module__ == "torch"
     if not plain and not (type(value) is tuple and all(isinstance(v, _KEYS) for v in value)):
         raise NotData(f"a key of type {type(value).__name__}")

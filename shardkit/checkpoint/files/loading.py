@@ -6,7 +6,8 @@ import os
 import stat
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...torch_seams.module_versions import versions_of
 from ...types import IncompatibleKeys, SavedState, StateDict, Tree
-from .archive import LOCAL, Archive, Damage, Legacy
+from .archive import LOCAL, Archive, Damage, Legacy, View
 from .data_pickle import Data, NotData, named_globals, read
 from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
@@ -64,8 +65,15 @@ def load(
 
 def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device | str | None = "cpu") -> Data:
     """Loads from what is open already, of so many bytes; errors call it by the name."""
+    with guarded(name):
+        return Reading(name, file, size, map_location).result()
+
+
+@contextmanager
+def guarded(name: str) -> Iterator[None]:
+    """Inside, a file by this name is read: raises what is found in it as errors for users."""
     try:
-        return _Reading(name, file, size, map_location).result()
+        yield
     except NotData as found:
         raise UntrustedFileError(
             f"{name} is not read, since it holds more than tensors, numbers and containers of them: "
@@ -87,75 +95,85 @@ def _damaged(path: str, what: str) -> DamagedFileError:
     )
 
 
-class _Reading:
+class Reading:
     """One file being read: its pickle is interpreted, then its storages are filled and compared."""
 
     def __init__(self, path: str, file: BinaryIO, size: int, map_location: torch.device | str | None) -> None:
         self._path, self._file, self._size = path, file, size
         self._device = None if map_location is None else torch.device(map_location)
         self._left = self._size  # bytes that the storages not seen yet can have
-        self._storages: dict[str, Storage] = {}
+        self.storages: dict[str, Storage] = {}
         self._locations: dict[str, str] = {}
         self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
         self._names = names(self._device_tensor)
-        self._archive: Archive | Legacy
+        self.archive: Archive | Legacy
         self._start = 0  # of the pickle
+
+    def open(self) -> set[str]:
+        """Looks at the form of the file; returns what its pickle names."""
+        if self._size == 0:
+            raise Damage("it is empty")
+        if self._file.read(len(LOCAL)) == LOCAL:
+            self.archive = Archive(self._file, self._size)
+        elif isinstance(self._file, View):
+            raise Damage("it doesn't begin with a record")
+        else:
+            self.archive = Legacy(self._file, self._size)
+        source = self.archive.pickle()
+        self._start = source.tell()
+        named = named_globals(source)
+        unknown = sorted(named - set(self._names))
+        if unknown:
+            raise NotData(*unknown)
+        return named
+
+    def outline(self) -> Data:
+        """Reads the pickle alone, with storages without memory; sees whether those that it names are in the file."""
+        found = self._interpret(without_values(self._names), self._storage_without_bytes)
+        if isinstance(self.archive, Legacy):
+            self._wrong += self.archive.missing(self.archive.pickle().tell())
+        self._raise_what_is_wrong(found)
+        return found
 
     def result(self) -> Data:
         """Returns the object."""
-        if self._size == 0:
-            raise Damage("it is empty")
-        if self._file.read(len(LOCAL)) != LOCAL:
-            self._archive = Legacy(self._file, self._size)
-        else:
-            self._archive = Archive(self._file, self._size)
-        source = self._archive.pickle()
-        self._start = source.tell()
-        unknown = sorted(named_globals(source) - set(self._names))
-        if unknown:
-            raise NotData(*unknown)
-        if isinstance(self._archive, Legacy):
-            self._outline(self._archive)
+        self.open()
+        if isinstance(self.archive, Legacy):
+            self.outline()
+            self.storages.clear()
         found = self._interpret(self._names, self._storage)
         self._raise_what_is_wrong(found)
         return self._interpret(self._names, self._storage) if self._moves_storages() else found
 
     def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
-        source = self._archive.pickle()
+        source = self.archive.pickle()
         source.seek(self._start)
         return read(source, named, storage, build)
-
-    def _outline(self, archive: Legacy) -> None:
-        """Reads the pickle alone, then sees whether the storages that it names are in the file."""
-        found = self._interpret(without_values(self._names), self._storage_without_bytes)
-        self._wrong += archive.missing(archive.pickle().tell())
-        self._raise_what_is_wrong(found)
-        self._storages.clear()
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
         """Reads the storage that a persistent id stands for."""
         kind, key, location, size = storage_parts(name)
-        if key in self._storages:
-            return Storage(self._storages[key].memory, kind.dtype)
+        if key in self.storages:
+            return Storage(self.storages[key].memory, kind.dtype)
         if not 0 <= size <= self._left:
             self._wrong.append((key, f"it should have {size} bytes, more than the file has"))
             return self._storage_without_bytes(name)
         self._left -= size
         storage = Storage(torch.UntypedStorage(size), kind.dtype)
-        wrong = self._archive.fill(key, storage.memory)
+        wrong = self.archive.fill(key, storage.memory)
         if wrong is not None:
             self._wrong.append((key, wrong))
-        self._storages[key], self._locations[key] = storage, location
+        self.storages[key], self._locations[key] = storage, location
         return storage
 
     def _storage_without_bytes(self, name: tuple[object, ...]) -> Storage:
         """Makes the storage that a persistent id stands for, on torch's device without memory."""
         kind, key, _, size = storage_parts(name)
-        if key not in self._storages:
-            self._storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
-            if isinstance(self._archive, Legacy):
-                self._archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
-        return Storage(self._storages[key].memory, kind.dtype)
+        if key not in self.storages:
+            self.storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
+            if isinstance(self.archive, Legacy):
+                self.archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
+        return Storage(self.storages[key].memory, kind.dtype)
 
     def _device_tensor(
         self, tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool
@@ -166,28 +184,26 @@ class _Reading:
 
     # ------------------------------------------------------------ damage
     def _raise_what_is_wrong(self, found: Tree) -> None:
-        if self._wrong:
-            raise Damage(self._worst(found))
-
-    def _worst(self, found: Tree) -> str:
+        if not self._wrong:
+            return
         (key, what), others = self._wrong[0], len(self._wrong) - 1
-        path = _path_to(found, self._storages[key].memory)
+        path = _path_to(found, self.storages[key].memory)
         more = f" ({others} more tensors are damaged)" if others else ""
-        return f"tensor {path!r}: {what}{more}" if path is not None else f"a tensor: {what}{more}"
+        raise Damage(f"tensor {path!r}: {what}{more}" if path is not None else f"a tensor: {what}{more}")
 
     # ------------------------------------------------------------ devices
     def _moves_storages(self) -> bool:
         """Brings storages to where they shall be; whether any moved, so that tensors have to be made again."""
-        places = {k: str(self._device or self._locations[k]) for k in self._storages}
+        places = {k: str(self._device or self._locations[k]) for k in self.storages}
         for key, place in places.items():
-            storage = self._storages[key]
+            storage = self.storages[key]
             try:
                 memory = torch.serialization.default_restore_location(storage.memory, place)
             except RuntimeError as error:
                 raise _Nowhere(
                     f"{self._path}: tensors can't go to {place!r}: {error}; pass map_location"
                 ) from error
-            self._storages[key] = Storage(memory, storage.dtype)
+            self.storages[key] = Storage(memory, storage.dtype)
         return any(place != "cpu" for place in places.values())
 
 
@@ -196,7 +212,7 @@ class _Nowhere(Exception):
 
 
 def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:
-    """Type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
+    """Returns type, key, location and bytes of a persistent id ("storage", type, key, location, numel, ...)."""
     if len(name) < 5 or name[0] != "storage" or type(name[1]) is not StorageType or any(name[5:]):
         raise NotData("a reference to what is no storage")
     _, kind, key, location, numel, *_ = name
@@ -247,7 +263,7 @@ def with_prefix(state: SavedState, prefix: str = PREFIX) -> StateDict:
 def load_with_or_without_prefix(
     module: nn.Module, state: SavedState, strict: bool = True, prefix: str = PREFIX
 ) -> IncompatibleKeys:
-    """``module.load_state_dict``, whether the state dict is of a wrapped module or not.
+    """Calls ``module.load_state_dict``, whether the state dict is of a wrapped module or not.
 
     Of the forms of the state dict (as it is, with the prefix, without it) the one is loaded that has most keys in
     common with the module; where none fits, ``load_state_dict`` says what is missing.

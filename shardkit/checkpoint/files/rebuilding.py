@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
@@ -18,6 +19,10 @@ STORAGES = {
     "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
 }  # fmt: skip
 _NUMBERS = frozenset("?bBhHiIlLqQefdFD")  # numpy's characters: booleans, integers, floats, complex numbers
+# What looks at values while it is made.
+LOOKING = frozenset(
+    {"torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor"}
+)
 _PLACES = 64  # more dimensions than this are nobody's tensor
 
 
@@ -56,7 +61,7 @@ def natural(values: Tree) -> tuple[int, ...]:
 
 
 def _view(storage: Data, dtype: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
-    """Elements of a storage, all of which it has. ``offset`` and ``stride`` count elements."""
+    """Views elements of a storage, all of which it has. ``offset`` and ``stride`` count elements."""
     if type(storage) is not Storage or not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor without storage")
     size, stride = natural(size), natural(stride)
@@ -75,28 +80,15 @@ def _view(storage: Data, dtype: Data, offset: Data, size: Data, stride: Data) ->
     )
 
 
-def _finished(tensor: torch.Tensor, requires_grad: Data, hooks: Data) -> torch.Tensor:
-    if hooks:
-        raise NotData("a tensor with hooks")
-    return tensor.requires_grad_(bool(requires_grad))
-
-
 def _tensor(storage: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
     return _view(storage, storage.dtype if type(storage) is Storage else None, offset, size, stride)
 
 
 def _tensor_v2(
-    storage: Data,
-    offset: Data,
-    size: Data,
-    stride: Data,
-    requires_grad: Data,
-    hooks: Data,
-    metadata: Data = None,
-) -> torch.Tensor:
-    if metadata:
-        raise NotData("a tensor with metadata (conjugate or negative views)")
-    return _finished(_tensor(storage, offset, size, stride), requires_grad, hooks)
+    storage: Data, offset: Data, size: Data, stride: Data, requires_grad: Data, hooks: Data, metadata: Data = None
+) -> torch.Tensor:  # fmt: skip
+    dtype = storage.dtype if type(storage) is Storage else None
+    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata)
 
 
 def _tensor_v3(
@@ -105,7 +97,9 @@ def _tensor_v3(
 ) -> torch.Tensor:  # fmt: skip
     if metadata:
         raise NotData("a tensor with metadata (conjugate or negative views)")
-    return _finished(_view(storage, dtype, offset, size, stride), requires_grad, hooks)
+    if hooks:
+        raise NotData("a tensor with hooks")
+    return _view(storage, dtype, offset, size, stride).requires_grad_(bool(requires_grad))
 
 
 def _parameter(data: Data, requires_grad: Data, hooks: Data) -> nn.Parameter:
@@ -174,18 +168,6 @@ def _layout(name: Data) -> Data:
 
 
 # ------------------------------------------------------------ containers and numbers
-def _ordered_dict(items: Data = ()) -> OrderedDict[object, object]:
-    return OrderedDict((key_of(k), v) for k, v in items)
-
-
-def _counter(items: Data = ()) -> Counter[object]:
-    return Counter({key_of(k): v for k, v in dict(items).items()})
-
-
-def _set(items: Data = ()) -> set[object]:
-    return {key_of(v) for v in items}
-
-
 def _encode(text: Data, encoding: Data = "latin1") -> bytes:
     """Bytes, which protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
@@ -193,20 +175,8 @@ def _encode(text: Data, encoding: Data = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _bytes() -> bytes:
-    return b""  # how protocol 2 writes it; others come as text
-
-
 def _bytearray(text: Data = "", encoding: Data = "latin1") -> bytearray:
     return bytearray(text if type(text) is bytes else _encode(text, encoding))
-
-
-def _complex(real: Data, imag: Data) -> complex:
-    return complex(float(real), float(imag))
-
-
-def _size(values: Data = ()) -> torch.Size:
-    return torch.Size(natural(values))
 
 
 def _device(kind: Data, index: Data = None) -> torch.device:
@@ -275,7 +245,8 @@ def build(made: Data, state: Data) -> None:
 
 
 # ------------------------------------------------------------ names
-def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
+@functools.cache  # a checkpoint may have a million chunks, each a file
+def _names_of_all() -> StateDict:
     functions: dict[str, AnyCallable] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor_v2,
@@ -284,12 +255,11 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
         "_rebuild_parameter_with_state": _parameter_with_state,
         "_rebuild_sparse_tensor": _sparse,
         "_rebuild_meta_tensor_no_storage": _meta,
-        "_rebuild_device_tensor_from_cpu_tensor": device_tensor,
     }
     found: StateDict = {f"torch._utils.{name}": Function(call) for name, call in functions.items()}
     found["torch._tensor._rebuild_from_type_v2"] = Function(_from_type)
     found["torch.serialization._get_layout"] = Function(_layout)
-    found["torch.Size"] = Function(_size)
+    found["torch.Size"] = Function(lambda values=(): torch.Size(natural(values)))
     found["torch.device"] = Function(_device)
     found["torch.Tensor"] = _Class("Tensor")
     found["torch.nn.parameter.Parameter"] = _Class("Parameter")
@@ -297,24 +267,15 @@ def _names_of_torch(device_tensor: Callable[..., torch.Tensor]) -> StateDict:
         found[f"torch.{name}Storage"] = found[f"torch.cuda.{name}Storage"] = StorageType(dtype)
     found["torch.storage.UntypedStorage"] = found["torch.UntypedStorage"] = StorageType(None)
     found |= {f"torch.{n}": v for n, v in vars(torch).items() if isinstance(v, torch.dtype)}
-    return found
-
-
-def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
-    """Returns all that a file may name.
-
-    Args:
-        device_tensor: from a CPU tensor, a dtype, a device and requires_grad makes a tensor of a device that has no
-            storages (XLA).
-    """
-    found = _names_of_torch(device_tensor)
     found |= {
-        "collections.OrderedDict": Function(_ordered_dict),
-        "collections.Counter": Function(_counter),
-        "builtins.set": Function(_set),
-        "builtins.bytes": Function(_bytes),
+        "collections.OrderedDict": Function(lambda items=(): OrderedDict((key_of(k), v) for k, v in items)),
+        "collections.Counter": Function(
+            lambda items=(): Counter({key_of(k): v for k, v in dict(items).items()})
+        ),
+        "builtins.set": Function(lambda items=(): {key_of(v) for v in items}),
+        "builtins.bytes": Function(lambda: b""),  # how protocol 2 writes it; others come as text
         "builtins.bytearray": Function(_bytearray),
-        "builtins.complex": Function(_complex),
+        "builtins.complex": Function(lambda real, imag: complex(float(real), float(imag))),
         "_codecs.encode": Function(_encode),
         "numpy.dtype": Function(_numpy_dtype),
         "numpy.ndarray": _Class("ndarray"),
@@ -325,11 +286,21 @@ def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
     return found
 
 
+def names(device_tensor: Callable[..., torch.Tensor]) -> SavedState:
+    """Returns all that a file may name.
+
+    Args:
+        device_tensor: from a CPU tensor, a dtype, a device and requires_grad makes a tensor of a device that has no
+            storages (XLA).
+    """
+    of_device = {"torch._utils._rebuild_device_tensor_from_cpu_tensor": Function(device_tensor)}
+    return {**_names_of_all(), **of_device}
+
+
 def without_values(named: SavedState) -> SavedState:
     """Replaces functions that look at values, while storages are not filled: they give an empty tensor."""
 
     def nothing(*_: Data) -> torch.Tensor:
         return torch.empty(0)
 
-    looking = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor")
-    return {**named, **dict.fromkeys(looking, Function(nothing))}
+    return {**named, **dict.fromkeys(LOOKING, Function(nothing))}

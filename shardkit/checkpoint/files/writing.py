@@ -23,7 +23,7 @@ _CLOCKS = 5.0  # seconds between the clocks of a file system and of this machine
 def write_atomically(
     path: str | os.PathLike[str], *, before_replacing: Callable[[], None] | None = None
 ) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of ``path`` in one move when the block ends without an error.
+    """Yields a file to write to, which takes the place of ``path`` in one move when the block ends without an error.
 
     Written beside it, synced, renamed; then the folder is synced. Until the move, and if anything fails, what was there
     stays as it was. Of a link, what it points to is replaced. Permissions stay, and the owner where that is allowed. A
@@ -68,7 +68,7 @@ def write_atomically(
 
 @contextlib.contextmanager
 def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
-    """A folder to write into, which gets its name in one move when the block ends without an error.
+    """Yields a folder to write into, which gets its name in one move when the block ends without an error.
 
     It is written beside, synced and renamed. A process that is killed leaves a hidden ``.NAME.HOST.PID.part``, which
     the next one that writes the same path on that machine removes.
@@ -163,7 +163,7 @@ def _began(process: str) -> float | None:
 
 
 def _take_over(temporary: str, old: os.stat_result) -> None:
-    """Owner and permissions of what is replaced."""
+    """Takes over owner and permissions of what is replaced."""
     now = os.stat(temporary)
     if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
         with contextlib.suppress(PermissionError):  # others' files stay theirs only where that is allowed
@@ -232,7 +232,7 @@ class GuardedFile:
         """torch asks for it before the end."""
 
     def save(self, obj: object) -> None:
-        """``torch.save``; raises the error of a failed write."""
+        """Does ``torch.save``; raises the error of a failed write."""
         try:
             torch.save(obj, cast(Any, self))
         except RuntimeError as error:

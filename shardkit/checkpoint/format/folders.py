@@ -114,8 +114,10 @@ def keep_newest(folder: str, count: int | None, new: int) -> None:
         logger.warning(
             "%s has checkpoints of later steps (%s) than step %d, which was saved now: restore takes the latest. Give "
             "a training that goes another way from an earlier step a folder of its own, or remove them",
-            folder, ", ".join(map(str, later[:3])), new,
-        )  # fmt: skip
+            folder,
+            ", ".join(map(str, later[:3])),
+            new,
+        )
 
 
 def _remove(folder: str, step: int, path: str) -> None:

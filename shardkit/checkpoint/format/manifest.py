@@ -19,6 +19,7 @@ from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError
+from ...types import StateDict
 from ...version import __version_tuple__
 from ..files.writing import write_atomically
 
@@ -125,20 +126,9 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """Text with a checksum of its own; keys as they are declared above."""
-        values: dict[str, object] = {
-            "format": self.format,
-            "step": self.step,
-            "run": self.run,
-            "world_size": self.world_size,
-            "versions": dict(self.versions),
-            "written": self.written,
-            "hash": self.hash,
-            "files": {
-                name: {"bytes": f.bytes, "hash": f.hash, "items": [list(i) for i in f.items]}
-                for name, f in sorted(self.files.items())
-            },
-        }
+        """Returns text with a checksum of its own; keys as they are declared above."""
+        files = {name: vars(stored) for name, stored in sorted(self.files.items())}
+        values = {**vars(self), "versions": dict(self.versions), "files": files}
         return json.dumps({**values, _OWN: _hash_of(values, self.hash)}, indent=None) + "\n"
 
 
@@ -206,16 +196,11 @@ def _manifest_of(values: Mapping[str, object]) -> Manifest:
             for n, o, k, h in stored["items"]
         )
         files[name] = StoredFile(_typed(stored["bytes"], int), _typed(stored["hash"], str), items)
-    return Manifest(
-        step=_typed(values["step"], int),
-        run=_typed(values["run"], str),
-        world_size=_typed(values["world_size"], int),
-        files=files,
-        hash=_typed(values["hash"], str),
-        versions=_typed(values["versions"], dict),
-        written=_typed(values["written"], str),
-        format=_typed(values["format"], int),
+    kinds = dict.fromkeys(("step", "world_size", "format"), int) | dict.fromkeys(
+        ("run", "hash", "written"), str
     )
+    facts: StateDict = {name: _typed(values[name], kind) for name, kind in kinds.items()}
+    return Manifest(files=files, versions=_typed(values["versions"], dict), **facts)
 
 
 def _typed(value: object, kind: type[T]) -> T:

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
 
 import torch
 
@@ -106,7 +105,8 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
             raise ConfigurationError(f"--tied {name}={kept}: the model has no tensor {missing!r}")
         if tensor.shape != other.shape or tensor.dtype != other.dtype or not same_bits(tensor, other):
             raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
-        both = other.identified(("tied", kept) if other.identity is None else other.identity)
+        identity = ("tied", kept) if other.identity is None else other.identity
+        both = dataclasses.replace(other, identity=identity)
         model[name] = model[kept] = both
 
 
@@ -129,7 +129,10 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
                 write_torch_file(file, value)
                 shape, dtype = value.shape, str(value.dtype).removeprefix("torch.")
             else:
-                _write_object(file, value)
+                # as DCP does; tensors that are in it (in a tuple) are read
+                buffer = io.BytesIO()
+                torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
+                file.write(buffer.getbuffer())
             box = None if shape is None else ((0,) * len(shape), shape)
             length = file.tell() - start
             records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
@@ -140,7 +143,7 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
 
 
 def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
-    """Keys of dicts as text, as DCP has them; of lists as numbers."""
+    """Returns keys of dicts as text, as DCP has them; of lists as numbers."""
     keys: list[str | int] = []
     for key in path:
         keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
@@ -148,15 +151,8 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
     return tuple(keys)
 
 
-def _write_object(file: BinaryIO, value: Tree) -> None:
-    """Writes a file of torch.save, as DCP does. Tensors that are in it (in a tuple) are read."""
-    buffer = io.BytesIO()
-    torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
-    file.write(buffer.getbuffer())
-
-
 def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
-    """Checksums of a file and of the records in it, which lie end to end."""
+    """Computes checksums of a file and of the records in it, which lie end to end."""
     whole = new_hasher(kind)
     items = []
     with open(path, "rb") as file:
@@ -275,7 +271,7 @@ def _check(checkpoint: Checkpoint, path: str, how: Conversion) -> None:
 
 
 def _check_replaceable(path: str, how: Conversion) -> None:
-    """Nobody's home directory is a checkpoint."""
+    """Refuses to replace what is no checkpoint, such as somebody's home directory."""
     is_file = how.to == "torch" or (how.to == "fairscale" and how.ranks is None)
     if os.path.isdir(path) and (is_file or os.listdir(path)):
         endings = (".distcp", ".metadata", ".safetensors", ".pth", ".pt", ".bin")
@@ -335,7 +331,7 @@ def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done:
 
 
 def _for_dcp(checkpoint: Checkpoint, tree: StateDict, done: Converted) -> StateDict:
-    """Under the keys that shardkit.restore_training and torch's own programs look for."""
+    """Puts it under the keys that shardkit.restore_training and torch's own programs look for."""
     if not checkpoint.model_path:
         return {"model": tree}
     if checkpoint.model_path != ("model",) and len(checkpoint.model_path) == 1 and "model" not in tree:

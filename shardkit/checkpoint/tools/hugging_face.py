@@ -97,7 +97,7 @@ def read_safetensors(path: str) -> StateDict:
 
 
 def _add_tied(found: StateDict, notes: Mapping[str, object]) -> None:
-    """Names that are noted as another one's: huggingface_hub writes tied weights once."""
+    """Adds names that are noted as another one's: huggingface_hub writes tied weights once."""
     for name, source in notes.items():
         if isinstance(source, str) and source in found and name not in found:
             found[name] = found[source]
@@ -215,9 +215,11 @@ def write_hugging_face(
         notes.append(f"{name} is tied to {kept}: written once")
     try:
         parts = split(
-            tensors, get_storage_size=lambda t: t.nbytes, filename_pattern="model{suffix}.safetensors",
+            tensors,
+            get_storage_size=lambda t: t.nbytes,
+            filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
-        )  # fmt: skip
+        )
     except ValueError as error:
         raise ConfigurationError(f"--max-shard-size {max_shard_size}: {error}") from None
     for file, names in parts.filename_to_tensors.items():
@@ -261,15 +263,17 @@ def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor
 
 
 def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[str, str]) -> None:
-    """Larger elements come first, so that all lie at multiples of their size."""
+    """Writes larger elements first, so that all lie at multiples of their size."""
     order = sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n))
     header: dict[str, object] = {"__metadata__": dict(notes)}
     end = 0
     for name in order:
         t = tensors[name]
         header[name] = {
-            "dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [end, end + t.nbytes],
-        }  # fmt: skip
+            "dtype": _NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [end, end + t.nbytes],
+        }
         end += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -291,7 +295,7 @@ def _check(path: str, safe_open, names: set[str]) -> None:  # type: ignore[no-un
 
 
 def _copy_others(folder: str, source: str, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Configuration and tokenizer; the dtype in the configuration follows the weights'."""
+    """Copies configuration and tokenizer; the dtype in the configuration follows the weights'."""
     if not os.path.isdir(source):
         raise ConfigurationError(f"--files-from {source}: there is no such folder")
     copied = []

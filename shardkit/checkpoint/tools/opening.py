@@ -135,9 +135,12 @@ def _of_folder(path: str, model_key: str | None, trust_pickle: bool) -> Checkpoi
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}; shardkit ckpt verify {path} tells more") from None
         facts = {
-            "step": manifest.step, "run": manifest.run, "world_size": manifest.world_size,
-            "written": manifest.written, "versions": dict(manifest.versions),
-        }  # fmt: skip
+            "step": manifest.step,
+            "run": manifest.run,
+            "world_size": manifest.world_size,
+            "written": manifest.written,
+            "versions": dict(manifest.versions),
+        }
         kind = "shardkit"
     return _with_model(path, kind, read_folder(path, trust_pickle), model_key, facts)
 
@@ -169,10 +172,6 @@ def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: 
         raise ConfigurationError(
             f"{path} has {len(files)} files that each are a checkpoint; pass one of them"
         )
-    return _with_model(files[0], "torch", _as_dict(trees[0], files[0]), model_key, {})
-
-
-def _as_dict(tree: Tree, path: str) -> StateDict:
-    if not isinstance(tree, dict):
-        raise ConfigurationError(f"{path} holds a {type(tree).__name__}, and a checkpoint is a dict")
-    return tree
+    if not isinstance(trees[0], dict):
+        raise ConfigurationError(f"{files[0]} holds a {type(trees[0]).__name__}, and a checkpoint is a dict")
+    return _with_model(files[0], "torch", trees[0], model_key, {})

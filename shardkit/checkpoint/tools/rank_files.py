@@ -20,7 +20,7 @@ import torch
 from ...checks import check_one_save
 from ...errors import ConfigurationError
 from ...fsdp.state import INNER, OUTER, clean
-from ...fsdp.state_dict import note_of
+from ...fsdp.state_dict import flat_shards, names_of_shared, note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict
 from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory
@@ -32,7 +32,7 @@ FLAT = f"{OUTER}flat_param_"  # so begin the paths of flat parameters
 
 
 def shard_name(original: str) -> str:
-    """Name of the shard of a parameter with this path."""
+    """Names the shard of a parameter with this path."""
     return f"{PREFIX}.{original}".replace(".", SEPARATOR)
 
 
@@ -201,21 +201,13 @@ def _of_torch_xla(weights: Sequence[StateDict], metadata: Sequence[SavedState]) 
 
 def _of_fairscale(weights: Sequence[StateDict], metadata: Sequence[SavedState]) -> StateDict:
     found: StateDict = {}
-    shared: list[tuple[str, str]] = []
-    for k, entry in enumerate(metadata[0]["param_metadata"]):
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
-        for name, info in entry["params"].items():
-            key, shards = before + name, []
-            for state, meta in zip(weights, metadata, strict=True):
-                padding = meta["param_metadata"][k]["params"][name]["padding"]
-                shards.append((state[key], state[key].numel - padding))
-                if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
-                    break
-            starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
-            for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
-                found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
-        shared += [(before + source, before + target) for source, target in entry["shared_param_info"]]
-    for source, target in shared:
+    for before, key, info, shards in flat_shards(weights, metadata):
+        if not shards:
+            raise KeyError(key)
+        starts = info.get("starts") or [*accumulate(info["numels"], initial=0)][:-1]
+        for n, shape, start in zip(info["names"], info["shapes"], starts, strict=True):
+            found[before + n] = _cut_out(before + n, tuple(shape), start, shards)
+    for source, target in names_of_shared(metadata[0]):
         _share(found, source, target)
     for name in metadata[0]["buffer_names"]:
         if name in weights[0]:
@@ -280,7 +272,7 @@ def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
 
 
 def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
-    """``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
+    """Writes ``rank-NNNNNNNN-of-NNNNNNNN.pth``: a dict of "model" and "shard_metadata"."""
     names, infos = {}, {}
     for name, tensor in cut.params.items():
         # as it is with one wrapper: an outer path inside of the shard's name
@@ -300,7 +292,7 @@ def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
 
 
 def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
-    """``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
+    """Writes ``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
     (``local_metadata_dict()``)."""
     trees = []
     for rank in range(ranks):
@@ -309,12 +301,17 @@ def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
             size = _shard_numel(tensor, ranks, 1)
             padding = size - max(0, min(size, tensor.numel - rank * size))
             params[name] = {
-                "names": [name], "shapes": [torch.Size(tensor.shape)], "numels": [tensor.numel], "padding": padding,
-            }  # fmt: skip
+                "names": [name],
+                "shapes": [torch.Size(tensor.shape)],
+                "numels": [tensor.numel],
+                "padding": padding,
+            }
         entry = {
-            "fsdp_path": "", "params": params, "no_broadcast_optim_state": False,
+            "fsdp_path": "",
+            "params": params,
+            "no_broadcast_optim_state": False,
             "shared_param_info": [(source, target) for target, source in cut.shared.items()],
-        }  # fmt: skip
+        }
         metadata = {"param_metadata": [entry], "buffer_names": list(cut.buffers)}
         shards = {n: _shard(t, ranks, 1) for n, t in cut.params.items()}
         trees.append({"model": {**shards, **cut.buffers}, "shard_metadata": metadata})
@@ -338,16 +335,13 @@ def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedMod
             stack.enter_context(TorchFileWriter(file, tree)) for file, tree in zip(files, trees, strict=True)
         ]
         for tensor in cut.params.values():
-            _write_shards(tensor.read().reshape(-1), tensor.dtype, writers)
+            whole = tensor.read().reshape(-1)
+            for rank, writer in enumerate(writers):
+                size = writer.coming[0].numel
+                writer.write_next(_padded(whole, rank * size, size, tensor.dtype))
         for writer in writers:
             for buffer in writer.coming:
                 writer.write_next(buffer.blocks())
-
-
-def _write_shards(whole: torch.Tensor, dtype: torch.dtype, writers: list[TorchFileWriter]) -> None:
-    for rank, writer in enumerate(writers):
-        size = writer.coming[0].numel
-        writer.write_next(_padded(whole, rank * size, size, dtype))
 
 
 def _padded(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> Iterator[memoryview | bytes]:

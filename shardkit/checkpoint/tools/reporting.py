@@ -31,9 +31,12 @@ def steps(folder: str) -> list[StateDict]:
             try:
                 manifest = read_manifest(path)
                 facts = {
-                    "step": manifest.step, "world_size": manifest.world_size, "written": manifest.written,
-                    "run": manifest.run, "versions": dict(manifest.versions),
-                }  # fmt: skip
+                    "step": manifest.step,
+                    "world_size": manifest.world_size,
+                    "written": manifest.written,
+                    "run": manifest.run,
+                    "versions": dict(manifest.versions),
+                }
                 problem = _problem(path, {name: f.bytes for name, f in manifest.files.items()})
                 if problem is None and manifest.step != step.step:
                     problem = f"its shardkit.json is of step {manifest.step}"
@@ -60,15 +63,11 @@ def unfinished(folder: str) -> list[StateDict]:
 
 
 def _row(path: str, kind: str, facts: StateDict) -> StateDict:
-    files = [e for e in os.scandir(path) if e.is_file()] if os.path.isdir(path) else []
-    size = sum(e.stat().st_size for e in files) if files else _size(path)
+    files = [e.path for e in os.scandir(path) if e.is_file()] if os.path.isdir(path) else [path]
+    size = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     return {
         "path": path, "kind": kind, "bytes": size, "files": len(files) or 1, "problem": None, **facts,
     }  # fmt: skip
-
-
-def _size(path: str) -> int:
-    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 def _problem(folder: str, files: Mapping[str, int]) -> str | None:
@@ -88,6 +87,8 @@ def contents(checkpoint: Checkpoint) -> StateDict:
     model = {id(v): None for v in checkpoint.model.values()}
     held = [t for _, t in checkpoint.tensors()]
     of_model = [t for t in held if id(t) in model]
+    path = checkpoint.optimizer_path
+    hidden = None if path is None else f"{dotted(path)}.param_groups."
     return {
         "path": checkpoint.path,
         "kind": checkpoint.kind,
@@ -101,7 +102,9 @@ def contents(checkpoint: Checkpoint) -> StateDict:
             "bytes": sum(t.nbytes for t in of_model),
         },
         "param_groups": _groups(checkpoint),
-        "values": dict(_other_values(checkpoint)),
+        "values": {
+            n: _plain(v) for n, v in checkpoint.values() if hidden is None or not n.startswith(hidden)
+        },
         "left_out": checkpoint.left_out,
     }
 
@@ -121,9 +124,12 @@ def in_natural_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[
 
 def _tensor(name: str, tensor: StoredTensor) -> StateDict:
     return {
-        "name": name, "shape": list(tensor.shape), "dtype": short_dtype(tensor.dtype), "bytes": tensor.nbytes,
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": short_dtype(tensor.dtype),
+        "bytes": tensor.nbytes,
         "parts": max(1, len({id(part.where) for part in tensor.parts})),
-    }  # fmt: skip
+    }
 
 
 def _groups(checkpoint: Checkpoint) -> list[StateDict]:
@@ -135,12 +141,6 @@ def _groups(checkpoint: Checkpoint) -> list[StateDict]:
         {k: (len(v) if k == "params" else _plain(v)) for k, v in g.items() if k != "param_names"}
         for g in groups
     ]
-
-
-def _other_values(checkpoint: Checkpoint) -> list[tuple[str, object]]:
-    path = checkpoint.optimizer_path
-    hidden = None if path is None else f"{dotted(path)}.param_groups."
-    return [(n, _plain(v)) for n, v in checkpoint.values() if hidden is None or not n.startswith(hidden)]
 
 
 def _plain(value: object) -> object:
@@ -232,7 +232,10 @@ def print_converted(source: str, target: str, result: Converted) -> None:
 def lines_of(results: Sequence[Verified]) -> Iterator[StateDict]:
     for result in results:
         yield {
-            "path": result.path, "files": result.files, "items": result.items, "bytes": result.bytes,
+            "path": result.path,
+            "files": result.files,
+            "items": result.items,
+            "bytes": result.bytes,
             "damages": [{"file": d.file, "name": d.name, "what": d.what} for d in result.damages],
             "limits": result.limits,
-        }  # fmt: skip
+        }

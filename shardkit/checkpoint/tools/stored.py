@@ -10,14 +10,14 @@ import dataclasses
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
-from ...torch_seams.strided_views import memory_of, narrowed
+from ...torch_seams.strided_views import memory_of, narrowed, storage_order
 from ...types import StateDict, Tree
 
 _LARGE = 1 << 16
@@ -87,10 +87,6 @@ class StoredTensor:
         """Returns the same tensor, handed out as another dtype."""
         return dataclasses.replace(self, dtype=dtype)
 
-    def identified(self, identity: object) -> StoredTensor:
-        """Returns the same tensor, known to be one with others of this identity."""
-        return dataclasses.replace(self, identity=identity)
-
     def read(self) -> torch.Tensor:
         """Reads all of it, as it is stored: memory of one tensor, and a block."""
         if self.value is not None:
@@ -152,7 +148,7 @@ class StoredTensor:
 
 
 def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
+    """Makes memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE:
         return torch.zeros(shape, dtype=dtype)
@@ -172,7 +168,7 @@ def in_memory(name: str, value: torch.Tensor) -> StoredTensor:
 
 
 def blocks_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Bytes of a contiguous tensor as another dtype; only a block is ever copied."""
+    """Yields bytes of a contiguous tensor as another dtype; only a block is ever copied."""
     flat = tensor.reshape(-1)
     step = max(1, BLOCK // max(tensor.itemsize, dtype.itemsize))
     if dtype == tensor.dtype:
@@ -192,18 +188,6 @@ def _opened(path: str) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, file)
     except OSError as error:  # by its own name: who writes meanwhile would take it for the target's
         raise DamagedFileError(f"{path} can't be read ({error.strerror or error})") from error
-
-
-def storage_order(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Dimensions in the order in which a tensor without gaps lies in memory; None: it has gaps, or overlaps."""
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    expected = 1
-    for d in reversed(order):
-        if shape[d] != 1:
-            if strides[d] != expected:
-                return None
-            expected *= shape[d]
-    return order
 
 
 class _Source:
@@ -294,11 +278,11 @@ class Checkpoint:
     @property
     def model(self) -> StateDict:
         """The model's state dict by name."""
-        return dict(flat_items(at(self.tree, self.model_path)))
+        return {dotted(path): value for path, value in leaves(at(self.tree, self.model_path))}
 
     @property
     def optimizer_path(self) -> Path | None:
-        """Keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
+        """Returns keys that lead to the optimizer's state dict, where there is one; frameworks keep a list of them."""
         for key in _OPTIMIZER_KEYS if self.model_path else ():
             value = self.tree.get(key)
             if isinstance(value, Mapping) and "param_groups" in value:
@@ -368,11 +352,6 @@ def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
     )
 
 
-def flat_items(tree: object) -> Iterator[tuple[str, object]]:
-    for path, value in leaves(tree):
-        yield dotted(path), value
-
-
 def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
     """Replaces leaves; dicts and lists are changed in place, so that they stay what they are."""
     if isinstance(tree, dict):
@@ -403,7 +382,7 @@ def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) ->
 
 
 def _is_state_dict(value: object) -> bool:
-    """Names and tensors, with a few other values at most (``_extra_state``)."""
+    """Whether these are names and tensors, with a few other values at most (``_extra_state``)."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
     tensors = sum(isinstance(v, StoredTensor) for v in value.values())
@@ -411,7 +390,7 @@ def _is_state_dict(value: object) -> bool:
 
 
 def find_model(tree: StateDict, key: str | None, where: str) -> Path:
-    """Keys that lead to the model's state dict.
+    """Returns the keys that lead to the model's state dict.
 
     Args:
         key: what a user says it is ("a.b": below another one); None: known names are tried.

@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import BinaryIO, cast
 
 import torch
 
-from ...errors import DamagedFileError, UntrustedFileError
 from ...layout import whole_box
-from ...types import SavedState, Tree
-from ..files.archive import LOCAL, Archive, Damage, Legacy
-from ..files.data_pickle import NotData, named_globals, read
-from ..files.loading import UNREADABLE, load, load_data, storage_parts
-from ..files.rebuilding import STORAGES, Storage, build, names, without_values
+from ...torch_seams.strided_views import contiguous_strides
+from ...types import Tree
+from ..files.archive import LOCAL, Damage, View
+from ..files.loading import Reading, guarded, load, load_data
+from ..files.rebuilding import LOOKING, STORAGES, Storage
 from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, replaced
-
-# What looks at values while it is made; files with such tensors are read at once.
-_LOOKING = frozenset(
-    {"torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_device_tensor_from_cpu_tensor"}
-)
-
-
-class View:
-    """Some bytes of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError("a position before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(left if count < 0 else min(count, left))
-        self._at += len(data)
-        return data
-
-    def readinto(self, target: memoryview) -> int:
-        data = self.read(len(target))
-        target[: len(data)] = data
-        return len(data)
-
-    def seekable(self) -> bool:
-        return True
 
 
 class Contents:
@@ -70,90 +30,46 @@ class Contents:
     """
 
     def __init__(self, path: str, start: int, length: int, name: str) -> None:
-        self._path, self._start, self._name = path, start, name
-        self._length = length
-        self._keys: dict[int, str] = {}  # storages by their C++ object
-        self._memory: dict[str, Storage] = {}
+        self._path, self._start, self._length = path, start, length
+        self._name = f"{name} in {path}"
+        if start == 0 and length == os.path.getsize(path):
+            self._name = path
 
     def tree(self) -> Tree:
         """Reads the pickle; dense tensors are :class:`StoredTensor`, others as they are."""
-        return self._guarded(self._tree)
+        with open(self._path, "rb") as file, guarded(self._name):
+            reading = Reading(self._name, cast(BinaryIO, self._part(file)), self._length, None)
+            if not reading.open() & LOOKING:
+                found = reading.outline()
+                keys = {storage.memory._cdata: key for key, storage in reading.storages.items()}
+                wheres = {k: (*reading.archive.where(k), storage) for k, storage in reading.storages.items()}
+                return replaced(found, lambda path, value: self._stored(path, value, keys, wheres))
+        return replaced(self.values(), held)
 
     def values(self) -> Tree:
-        if self._start == 0 and self._length == os.path.getsize(self._path):
+        if self._name == self._path:
             return load(self._path)
         with open(self._path, "rb") as file:
-            file.seek(self._start)
-            data = file.read(self._length)
-        return load_data(io.BytesIO(data), len(data), f"{self._name} in {self._path}")
+            data = self._part(file).read()
+        return load_data(io.BytesIO(data), len(data), self._name)
 
-    def _guarded(self, call: Callable[[BinaryIO], Tree]) -> Tree:
-        try:
-            with open(self._path, "rb") as file:
-                return call(file)
-        except NotData as found:
-            raise UntrustedFileError(
-                f"{self._name} in {self._path} is not read, since it holds more than tensors, numbers and containers "
-                f"of them: {', '.join(map(str, found.args))}. If you trust whoever wrote it, pass --trust-pickle"
-            ) from None
-        except Damage as found:
-            raise self._damaged(str(found)) from None
-        except DamagedFileError:
-            raise
-        except UNREADABLE as error:
-            raise self._damaged(f"its pickle makes no sense ({type(error).__name__}: {error})") from None
+    def _part(self, file: BinaryIO) -> BinaryIO | View:
+        return file if self._name == self._path else View(file, self._start, self._length)
 
-    def _damaged(self, what: str) -> DamagedFileError:
-        return DamagedFileError(
-            f"{self._path} is damaged, or torch.save has not written it: {self._name}: {what}. Take another copy of "
-            "the file, or an earlier checkpoint"
-        )
-
-    # ------------------------------------------------------------ reading the pickle
-    def _archive(self, file: BinaryIO) -> Archive | Legacy:
-        file.seek(self._start)
-        if file.read(len(LOCAL)) == LOCAL:
-            view = View(file, self._start, self._length)
-            return Archive(view, self._length)  # type: ignore[arg-type]
-        if self._start:
-            raise Damage("it doesn't begin with a record")
-        return Legacy(file, self._length)
-
-    def _tree(self, file: BinaryIO) -> Tree:
-        archive = self._archive(file)
-        source = archive.pickle()
-        start, known = source.tell(), _names()
-        named = named_globals(source)
-        unknown = sorted(name for name in named if name not in known)
-        if unknown:
-            raise NotData(*unknown)
-        if named & _LOOKING:
-            return replaced(self.values(), held)
-        source.seek(start)
-
-        def empty(name: tuple[object, ...]) -> Storage:
-            kind, key, _, size = storage_parts(name)
-            if key not in self._memory:
-                self._memory[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
-                self._keys[self._memory[key].memory._cdata] = key
-                if isinstance(archive, Legacy):
-                    archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
-            return Storage(self._memory[key].memory, kind.dtype)
-
-        found = read(source, known, empty, build)
-        if isinstance(archive, Legacy):
-            for _, wrong in archive.missing(archive.pickle().tell()):
-                raise Damage(wrong)
-        wheres = {key: archive.where(key) for key in self._memory}
-        return replaced(found, lambda path, value: self._stored(path, value, wheres))
-
-    def _stored(self, path: Path, value: Tree, wheres: dict[str, tuple[int, int, int | None]]) -> Tree:
+    def _stored(
+        self,
+        path: Path,
+        value: Tree,
+        keys: dict[int, str],
+        wheres: dict[str, tuple[int, int, int | None, Storage]],
+    ) -> Tree:
+        """Returns what stays in the file; storages are known by their C++ object."""
         if not isinstance(value, torch.Tensor):
             return value
-        key = self._keys.get(value.untyped_storage()._cdata) if value.device.type == "meta" else None
+        key = keys.get(value.untyped_storage()._cdata) if value.device.type == "meta" else None
         if key is None:
             return in_memory(dotted(path), value)
-        begin, size, crc = wheres[key]
+        begin, size, crc, storage = wheres[key]
         shape, strides = tuple(value.shape), tuple(value.stride())
         first = int(value.storage_offset()) * value.itemsize
         whole = first == 0 and value.numel() * value.itemsize == size
@@ -161,10 +77,8 @@ class Contents:
         place = FilePlace(
             self._path, offset, None if value.is_contiguous() else strides, crc if whole else None
         )
-        if first > size or self._memory[key].memory.nbytes() != size:
-            raise Damage(
-                f"its record data/{key} has {size} bytes, expected {self._memory[key].memory.nbytes()}"
-            )
+        if first > size or storage.memory.nbytes() != size:
+            raise Damage(f"its record data/{key} has {size} bytes, expected {storage.memory.nbytes()}")
         part = StoredPart(whole_box(shape), lambda: place)
         identity = (self._path, self._start, key, first, shape, strides, value.dtype)
         return StoredTensor(dotted(path), shape, value.dtype, (part,), value.dtype, identity)
@@ -177,16 +91,6 @@ def held(path: Path, value: Tree) -> Tree:
     return value
 
 
-def _on_host(tensor: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> torch.Tensor:
-    return tensor.to(dtype=dtype)
-
-
-@functools.cache
-def _names() -> SavedState:
-    """All that a file may name, while storages are not filled. A checkpoint may have a million chunks, each a file."""
-    return without_values(names(_on_host))
-
-
 def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
     """Reads what is in a file, with tensors that stay there.
 
@@ -194,13 +98,10 @@ def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
         trust_pickle: let torch run what the file says; then all of it is read at once.
     """
     if trust_pickle:
-        return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=_is_zip(path)), held)
+        with open(path, "rb") as file:
+            is_zip = file.read(len(LOCAL)) == LOCAL
+        return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip), held)
     return Contents(path, 0, os.path.getsize(path), os.path.basename(path)).tree()
-
-
-def _is_zip(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(LOCAL)) == LOCAL
 
 
 _ALIGNED = 64  # bytes; as torch aligns records
@@ -243,18 +144,8 @@ class _Pickler(pickle.Pickler):
             storage = self._keys[identity] = _Storage(str(len(self.tensors)), obj.dtype, obj.numel)
             self.tensors.append(obj)
         self._kept.append(obj)
-        strides, step = [], 1
-        for n in reversed(obj.shape):
-            strides.append(step)
-            step *= max(n, 1)
-        arguments: tuple[object, ...] = (
-            storage,
-            0,
-            obj.shape,
-            tuple(reversed(strides)),
-            False,
-            OrderedDict(),
-        )
+        strides = contiguous_strides(obj.shape)
+        arguments: tuple[object, ...] = (storage, 0, obj.shape, strides, False, OrderedDict())
         if obj.dtype in _OLD_STORAGES:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
@@ -305,7 +196,7 @@ class TorchFileWriter:
 
     @property
     def coming(self) -> list[StoredTensor]:
-        """The tensors that are not written yet."""
+        """Returns the tensors that are not written yet."""
         return self.tensors[self._written :]
 
     def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
@@ -328,9 +219,8 @@ class TorchFileWriter:
         self._zip.close()
 
     def _record(self, name: str, blocks: Iterable[memoryview | bytes], size: int) -> None:
-        info = zipfile.ZipInfo(
-            f"archive/{name}"
-        )  # of the first day of zip's calendar: the same bytes every time
+        # of the first day of zip's calendar: the same bytes every time
+        info = zipfile.ZipInfo(f"archive/{name}")
         info.file_size = size
         large = size * 1.05 > zipfile.ZIP64_LIMIT  # zipfile's own rule
         begin = self._zip.start_dir + _LOCAL_HEADER + len(info.filename) + 4 + (_ZIP64_EXTRA if large else 0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, cast
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ..files.archive import View
 from ..format import folders
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import DamagedItem, Manifest, damages, read_manifest
@@ -17,7 +18,7 @@ from ..format.metadata import METADATA, Record, read_metadata
 from . import hugging_face
 from .opening import files_of_ranks
 from .stored import StoredTensor, leaves
-from .torch_files import View, read_torch_file
+from .torch_files import read_torch_file
 
 
 @dataclasses.dataclass

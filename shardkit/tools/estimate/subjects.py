@@ -146,7 +146,7 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
     if copies:
         params, gradients = [*copies, *model.buffers()], []
     for flat in flats:
-        gathered.append(flat.gathered)
+        gathered.append(flat.store.gathered)
         with as_tensors():
             gradients += [o.param.grad for o in flat.originals if o.param.grad is not None]
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer

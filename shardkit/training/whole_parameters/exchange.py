@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 
 import torch
 from torch import nn
@@ -131,27 +131,28 @@ def owners_of(items: Sequence[Bundle], world_size: int) -> list[int]:
 
 
 def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
-    """Numel on each rank, [W]."""
+    """Returns numel on each rank, [W]."""
     held = [0] * world_size
     for piece in pieces:
         held[piece.rank] += piece.numel
     return tuple(held)
 
 
-@dataclass(frozen=True)
 class Route:
     """The pieces that one rank sends before a step and receives after it, or the other way round.
 
     Attributes:
-        pieces: with the other rank of each: all for rank 0 first, then all for rank 1, ...; ``item`` counts the
-            parameters that the plan was made of.
+        pieces: of each other rank, [W]; ``item`` counts the parameters that the plan was made of.
         numels: numel of all pieces for each rank, [W].
-        counts: how many these are, [W].
     """
 
-    pieces: tuple[tuple[int, Piece], ...]
-    numels: tuple[int, ...]
-    counts: tuple[int, ...]
+    def __init__(self, pieces: Sequence[list[Piece]]) -> None:
+        self.pieces = pieces
+        self.numels = [sum(p.numel for p in some) for some in pieces]
+
+    def sizes(self, times: int, flags: int) -> list[int]:
+        """Returns numel of what travels for each rank, [W]: its pieces so many times, and so many flags of each."""
+        return [times * n + flags * len(some) for n, some in zip(self.numels, self.pieces, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -173,29 +174,19 @@ def plan_of(
     pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
 ) -> TravelPlan:
     """Returns the plan of one rank."""
-    away: list[tuple[int, Piece]] = []
-    own: list[tuple[int, Piece]] = []
+    away: list[list[Piece]] = [[] for _ in range(world_size)]
+    own: list[list[Piece]] = [[] for _ in range(world_size)]
     total = 0
     for item, (cut, owner) in enumerate(zip(pieces, owners, strict=True)):
         for piece in cut:
             if piece.rank == owner:
                 continue
             total += piece.numel
-            numbered = Piece(item, piece.start, piece.rank, piece.offset, piece.numel)
             if piece.rank == rank:
-                away.append((owner, numbered))
+                away[owner].append(piece._replace(item=item))
             elif owner == rank:
-                own.append((piece.rank, numbered))
-    return TravelPlan(_route(away, world_size), _route(own, world_size), total)
-
-
-def _route(pieces: list[tuple[int, Piece]], world_size: int) -> Route:
-    pieces.sort(key=lambda found: found[0])  # stable: items stay in order
-    numels, counts = [0] * world_size, [0] * world_size
-    for other, piece in pieces:
-        numels[other] += piece.numel
-        counts[other] += 1
-    return Route(tuple(pieces), tuple(numels), tuple(counts))
+                own[piece.rank].append(piece._replace(item=item))
+    return TravelPlan(Route(away), Route(own), total)
 
 
 class Exchange(Bringing):
@@ -232,7 +223,7 @@ class Exchange(Bringing):
         self._to_shards = WholeRanges("updated parameters", group.ranks)
 
     def _plan(self) -> TravelPlan:
-        """Frozen parameters don't travel; all ranks know which are."""
+        """Plans what travels: no frozen parameters; all ranks know which are."""
         trains = tuple([p.trains for p in self._parts])
         if trains not in self._plans:
             cut = [p.pieces if t else () for p, t in zip(self._parts, trains, strict=True)]
@@ -243,11 +234,8 @@ class Exchange(Bringing):
     def start(self, gradients: bool) -> None:
         plan = self._plan()
         times, flags = (2, 1) if gradients else (1, 0)
-        send, receive = (
-            [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
-            for route in (plan.away, plan.own)
-        )
-        chunks = [self._sent(pieces, gradients) for pieces in _by_rank(plan.away)]
+        send, receive = plan.away.sizes(times, flags), plan.own.sizes(times, flags)
+        chunks = [self._sent(pieces, gradients) for pieces in plan.away.pieces]
         sent = torch.cat([*chain(*chunks), self._like]).to(self._device)
         arrived = torch.empty(sum(receive), dtype=sent.dtype, device=sent.device)
         work: Work = DONE
@@ -263,14 +251,11 @@ class Exchange(Bringing):
         chunks = [p.cut(shard_of(p)) for p in parts]
         if gradients:
             chunks += [_gradient(p) for p in parts]
-            if parts:
-                chunks.append(self._flags_of(tuple([p.may_have_gradient for p in parts])))
+            have = tuple([p.may_have_gradient for p in parts])
+            if have not in self._flags:
+                self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
+            chunks.append(self._flags[have])
         return chunks
-
-    def _flags_of(self, have: tuple[bool, ...]) -> torch.Tensor:
-        if have not in self._flags:
-            self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
-        return self._flags[have]
 
     def finish(self) -> None:
         if self._arriving is None:
@@ -333,10 +318,9 @@ class Exchange(Bringing):
         if None not in known:
             return [bool(k) for k in known]
         flags: dict[int, torch.Tensor] = {}
-        for (number, _, _), flag in zip(
-            _arrived(plan, arrived, True, 1), _flags_in(plan.own, arrived), strict=True
-        ):
-            flags.setdefault(number, flag)
+        for pieces, block in zip(plan.own.pieces, arrived.split(plan.own.sizes(2, 1)), strict=True):
+            for piece, flag in zip(pieces, block[block.numel() - len(pieces) :], strict=True):
+                flags.setdefault(piece.item, flag)
         found = torch.stack([flags.get(n, arrived.new_zeros(())) for n in self._by_number]).tolist()
         return [bool(f) if k is None else k for k, f in zip(known, found, strict=True)]
 
@@ -344,7 +328,7 @@ class Exchange(Bringing):
     def send_back(self) -> None:
         plan = self._plan()
         values = {n: o.param.detach().reshape(-1) for n, o in self._by_number.items()}
-        chunks = [values[p.item].narrow(0, p.start, p.numel) for _, p in plan.own.pieces]
+        chunks = [values[p.item].narrow(0, p.start, p.numel) for p in chain(*plan.own.pieces)]
         sent = torch.cat([*chunks, self._like]).to(self._device)
         arrived = torch.empty(sum(plan.away.numels), dtype=sent.dtype, device=sent.device)
         _copy(
@@ -375,7 +359,7 @@ class Exchange(Bringing):
             work.wait()
         arrived = arrived.to(self._like.device)
         self._arriving = None
-        pieces = [p for _, p in plan.away.pieces]
+        pieces = [*chain(*plan.away.pieces)]
         parts = [self._parts[p.item] for p in pieces]
         cut = arrived.split([p.numel for p in pieces])
         _copy([(part.cut(shard_of(part)), value) for part, value in zip(parts, cut, strict=False)])
@@ -388,35 +372,16 @@ def _gradient(part: Part) -> torch.Tensor:
     return torch.zeros_like(part.cut(shard)) if gradient is None else part.cut(gradient)
 
 
-def _by_rank(route: Route) -> list[list[Piece]]:
-    ends = list(accumulate(route.counts, initial=0))
-    return [[p for _, p in route.pieces[a:b]] for a, b in pairwise(ends)]
-
-
-def _blocks(
-    route: Route, arrived: torch.Tensor, times: int, flags: int
-) -> Iterator[tuple[list[Piece], torch.Tensor]]:
-    """Cuts what arrived by rank, with the pieces that each part is about."""
-    sizes = [times * n + flags * c for n, c in zip(route.numels, route.counts, strict=True)]
-    return zip(_by_rank(route), arrived.split(sizes), strict=True)
-
-
 def _arrived(
     plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
-    """Number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
-    times, flags = (2, 1) if gradients else (1, 0)
-    for pieces, block in _blocks(plan.own, arrived, times, flags):
+    """Yields number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
+    sizes = plan.own.sizes(2, 1) if gradients else plan.own.numels
+    for pieces, block in zip(plan.own.pieces, arrived.split(sizes), strict=True):
         numel = sum(p.numel for p in pieces)
         cut = block.narrow(0, which * numel, numel).split([p.numel for p in pieces]) if pieces else ()
         for piece, value in zip(pieces, cut, strict=True):
             yield piece.item, piece, value
-
-
-def _flags_in(route: Route, arrived: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields one number for each piece, in the order of the route."""
-    for pieces, block in _blocks(route, arrived, 2, 1):
-        yield from block[block.numel() - len(pieces) :]
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -472,7 +437,7 @@ class Gathered(Bringing):
         return [item.clone() for item in taken_apart(full, flat.layout)]
 
     def finish(self) -> None:
-        """Everything is there."""
+        """Does nothing: everything is there."""
 
     def send_back(self) -> None:
         """Nothing has to be sent."""

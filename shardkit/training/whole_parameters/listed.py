@@ -103,14 +103,13 @@ class ListedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The part of the gradient on this rank, [n]; None if no rank has a gradient."""
+        """Returns the part of the gradient on this rank, [n]; None if no rank has a gradient."""
         gradient, part = self._shard.grad, self.part
         if gradient is None or (part.here is not None and not part.may_have_gradient):
             return None
         flat = part.flat
-        if (
-            flat is not None and flat.group.backend.even_shards_only
-        ):  # ranks cut alike: the first has the shard's
+        # ranks cut alike: the first has the shard's
+        if flat is not None and flat.group.backend.even_shards_only:
             return gradient if part.number == 0 else None
         shown = part.cut(gradient)
         if type(gradient) is not torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...backend import Group, ReduceOp
+from ...backend import ReduceOp
 from ...checks import all_gather_facts, check_same_everywhere, copy_options, option_facts
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.state import state_of
@@ -78,7 +78,8 @@ class WholeParameters(Optimizer):
     ) -> None:
         self._parts = parts_of(model)
         rules = rules_for(self._parts, optimizer, dict(options), rest)
-        self._replicas = _replicas_of(model)
+        replicas = [s.replicas for s in map(state_of, model.modules()) if s is not None]
+        self._replicas = list({g.ranks: g for g in replicas if g is not None}.values())
         self._evaluates = len(rules) == 1 and rules[0].kind is UpdateKind.TOGETHER
         groups: list[ParamGroup] = [
             {**rule.group, "params": [(self._parts[n].name, self._parts[n].listed) for n in rule.members]}
@@ -105,7 +106,7 @@ class WholeParameters(Optimizer):
             check_same_everywhere(group, facts, "parameters or rules of WholeParameters")
 
     def _make_inners(self) -> None:
-        """A class that refuses a parameter does so on its owner alone: then all ranks raise."""
+        """Makes them; a class that refuses a parameter does so on its owner alone: then all ranks raise."""
         problem: Exception | None = None
         try:
             self._placing.make_optimizers()
@@ -129,7 +130,7 @@ class WholeParameters(Optimizer):
     # ------------------------------------------------------------ facts
     @property
     def optimizers(self) -> list[Optimizer | None]:
-        """The optimizer of each group on this rank; None where it has no parameter here."""
+        """Returns the optimizer of each group on this rank; None where it has no parameter here."""
         return [inner.optimizer for inner in self._placing.inners]
 
     def owner_of(self, name: str) -> int | None:
@@ -144,7 +145,7 @@ class WholeParameters(Optimizer):
         return self._placing.owners.get(number)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Not after construction: all parameters of the model are in groups already.
+        """Refuses: all parameters of the model are in groups already.
 
         Raises:
             LifecycleError: always.
@@ -353,16 +354,10 @@ class WholeParameters(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        saved.load(state_dict, self._placing.inners, self.param_groups, self._parts, self._groups)
-        self._show_loaded()
+        own = saved.own_part(state_dict, self._placing.inners, self.param_groups, self._groups)
+        self.take_states(*own)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _show_loaded(self) -> None:
-        self.state.clear()
-        for inner in self._placing.inners:
-            inner.forget_state()
-        self._options_from_inners()
 
     def placed(self) -> list[Inner]:
         """Returns the optimizers of this rank, one for each group, with the groups' options."""
@@ -381,14 +376,12 @@ class WholeParameters(Optimizer):
             if inner.optimizer is not None:
                 packed = {**given, "params": list(range(len(inner.params)))}
                 inner.optimizer.load_state_dict({"state": state, "param_groups": [packed]})
-        self._show_loaded()
+        self.state.clear()
+        for inner in self._placing.inners:
+            inner.shown = 0
+        self._options_from_inners()
 
     def __getstate__(self) -> StateDict:
         raise LifecycleError(
             "WholeParameters can't be copied or pickled: parts of its parameters are on other ranks. Save state_dict()"
         )
-
-
-def _replicas_of(model: nn.Module) -> list[Group]:
-    states = [s for s in map(state_of, model.modules()) if s is not None]
-    return list({s.replicas.ranks: s.replicas for s in states if s.replicas is not None}.values())

@@ -31,6 +31,7 @@ class Inner:
         params: what it updates.
         spans: of each, the parts that lie in it: the part, and its piece; None for a whole part.
         optimizer: None if it has no parameters here.
+        shown: how many states of it :meth:`show_state` has shown.
     """
 
     rule: Rule
@@ -38,7 +39,7 @@ class Inner:
     params: list[nn.Parameter] = field(default_factory=list)
     spans: list[list[tuple[Part, Piece | None]]] = field(default_factory=list)
     optimizer: Optimizer | None = None
-    _shown: int = 0
+    shown: int = 0
 
     def add(self, param: nn.Parameter, spans: list[tuple[Part, Piece | None]]) -> None:
         self.params.append(param)
@@ -51,15 +52,15 @@ class Inner:
 
     def show_state(self, state: dict[torch.Tensor, StateDict]) -> None:
         """Lets a state by listed parameters have what this optimizer keeps of them."""
-        if self.optimizer is None or len(self.optimizer.state) == self._shown:
+        if self.optimizer is None or len(self.optimizer.state) == self.shown:
             return
         for param, spans in zip(self.params, self.spans, strict=True):
             for part, _ in spans if param in self.optimizer.state else ():
                 state[part.listed] = self.optimizer.state[param]
-        self._shown = len(self.optimizer.state)
+        self.shown = len(self.optimizer.state)
 
     def whole_states(self) -> dict[str, StateDict]:
-        """State of the parameters that are updated here as a whole, by name."""
+        """Returns the state of the parameters that are updated here as a whole, by name."""
         if self.optimizer is None:
             return {}
         return {
@@ -67,9 +68,6 @@ class Inner:
             for param, spans in zip(self.params, self.spans, strict=True)
             if spans[0][1] is None
         }
-
-    def forget_state(self) -> None:
-        self._shown = 0
 
 
 class Placing:
@@ -168,7 +166,10 @@ class Placing:
         owners: dict[int, int] = {}
         for ranks, found in bundles.items():
             world = len(ranks)
-            items = [Bundle(c, _held([self._parts[n] for n in numbers], world)) for c, numbers in found]
+            items = []
+            for costs, numbers in found:
+                pieces = [piece for n in numbers for piece in self._parts[n].pieces]
+                items.append(Bundle(costs, held_by_ranks(pieces, world)))
             for (_, numbers), owner in zip(found, owners_of(items, world), strict=True):
                 owners.update(dict.fromkeys(numbers, owner))
         self.leaders = {i: (group, owners[first]) for i, (group, first) in self.leaders.items()}
@@ -200,7 +201,11 @@ class Placing:
             compiled = [part for part in inner.members if _is_compiled(part)]
             if compiled:
                 self._bring(Gathered(compiled), places)
-                _warn_of_state(inner.rule)
+                logger.warning(
+                    "%s needs whole parameters, and all ranks run one program: each rank updates all of them, and "
+                    "their state is not sharded",
+                    inner.rule.label,
+                )
             for number, part in zip(inner.rule.members, inner.members, strict=True):
                 if part.flat is None:
                     inner.add(part.listed, [(part, None)])
@@ -221,18 +226,6 @@ class Placing:
 
 def _is_compiled(part: Part) -> bool:
     return part.flat is not None and part.flat.group.backend.even_shards_only
-
-
-def _warn_of_state(rule: Rule) -> None:
-    logger.warning(
-        "%s needs whole parameters, and all ranks run one program: each rank updates all of them, and their state is "
-        "not sharded",
-        rule.label,
-    )
-
-
-def _held(parts: Sequence[Part], world_size: int) -> tuple[int, ...]:
-    return held_by_ranks([piece for p in parts for piece in p.pieces], world_size)
 
 
 def _only_group(rule: Rule, parts: Sequence[Part]) -> Group:

@@ -66,7 +66,7 @@ def rules_for(
     options: Kwargs,
     rest: tuple[OptimizerClass, Kwargs] | None,
 ) -> list[Rule]:
-    """Rules that have parameters, each parameter in one of them."""
+    """Returns rules that have parameters, each parameter in one of them."""
     given = [] if callable(optimizer) else _checked(optimizer, options)
     if callable(optimizer):
         refuse_objects(optimizer)
@@ -160,7 +160,7 @@ def _probe(build: OptimizerClass, options: Kwargs, dim: int) -> Optimizer:
 
 
 def _accepted_dimensions(build: OptimizerClass, options: Kwargs, dims: set[int]) -> set[int]:
-    """Numbers of dimensions that parameters of the class may have: Muon takes matrices."""
+    """Returns the numbers of dimensions that parameters of the class may have: Muon takes matrices."""
     accepted: set[int] = set()
     problem: Exception | None = None
     for dim in sorted(dims, reverse=True):

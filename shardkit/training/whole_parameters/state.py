@@ -8,7 +8,7 @@ else is a parameter's as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,10 @@ def collect(
     ordered = [part_of[id(listed)] for listed in order]
     index = {p.name: k for k, p in enumerate(ordered)}
     state: dict[int, StateDict] = {}
-    for key, own in _by_group(ordered).items():
+    by_group: dict[tuple[int, ...], list[Part]] = {}
+    for part in ordered:
+        by_group.setdefault(() if part.flat is None else part.flat.group.ranks, []).append(part)
+    for key, own in by_group.items():
         group = ranks.get(key)
         for some in buckets_by_numel([p.shape.numel() for p in own], _AT_ONCE):
             sent = {own[k].name: mine[own[k].name] for k in some if own[k].name in mine}
@@ -84,15 +87,8 @@ def _gathered(
     return control.gather_object(sent, recipient, label="state_dict of WholeParameters")
 
 
-def _by_group(parts: Iterable[Part]) -> dict[tuple[int, ...], list[Part]]:
-    found: dict[tuple[int, ...], list[Part]] = {}
-    for part in parts:
-        found.setdefault(() if part.flat is None else part.flat.group.ranks, []).append(part)
-    return found
-
-
 def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
-    """State on this rank by name, on the CPU."""
+    """Returns state on this rank by name, on the CPU."""
     found: dict[str, PieceState] = {}
     for inner in inners:
         if inner.optimizer is None:
@@ -100,16 +96,16 @@ def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
         for param, spans in zip(inner.params, inner.spans, strict=True):
             state = inner.optimizer.state.get(param)
             for part, piece in spans if state else ():
-                if piece is None and _answers_elsewhere(part):
-                    continue
+                flat = part.flat
+                if (
+                    piece is None
+                    and flat is not None
+                    and flat.group.backend.even_shards_only
+                    and flat.group.rank
+                ):
+                    continue  # all ranks have the same state of the whole parameter: the first one answers for it
                 found[part.name] = _span(state or {}, param, piece)
     return found
-
-
-def _answers_elsewhere(part: Part) -> bool:
-    """All ranks have the same state of the whole parameter: the first of the group answers for it."""
-    flat = part.flat
-    return flat is not None and flat.group.backend.even_shards_only and flat.group.rank > 0
 
 
 def _span(state: SavedState, param: torch.Tensor, piece: Piece | None) -> PieceState:
@@ -150,36 +146,45 @@ def _options(
 
 
 # ------------------------------------------------------------ loading
-def load(
+def own_part(
     state_dict: StateDict,
     inners: Sequence[Inner],
     groups: Sequence[ParamGroup],
-    parts: Sequence[Part],
     ranks: Mapping[tuple[int, ...], Group],
-) -> None:
-    """Gives each optimizer its part (collective)."""
+) -> tuple[list[dict[int, StateDict]], list[StateDict]]:
+    """Returns the state of what each optimizer here updates, by index, and each group's options (collective)."""
     problem: ConfigurationError | None = None
     by_name: dict[str, StateDict] = {}
     options: list[StateDict] = []
     try:
         by_name, options = _by_name(state_dict, groups)
-        _check_shapes(by_name, inners)
+        for inner in inners:
+            there = [part for part in inner.members if isinstance(by_name.get(part.name), dict)]
+            states = [(repr(part.name), part.shape, by_name[part.name]) for part in there]
+            whole = inner.whole_states()
+            own = [whole.get(part.name, {}) for part in there]
+            check_state(states, own, is_known_elementwise(inner.rule.build))
     except ConfigurationError as error:
         problem = error
     if not ranks and problem is not None:
         raise problem
     for everyone in ranks.values():
         check_same_state(everyone, state_dict, problem)
-    for inner, group, opts in zip(inners, groups, options, strict=True):
-        group.update(copy.deepcopy(opts))
-        if inner.optimizer is not None:
-            _load_inner(inner, by_name, opts)
+    found = [
+        {
+            index: copy.deepcopy(slot_of(param, spans).cut(by_name))
+            for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True))
+            if any(by_name.get(part.name) for part, _ in spans)
+        }
+        for inner in inners
+    ]
+    return found, copy.deepcopy(options)
 
 
 def _by_name(
     state_dict: StateDict, groups: Sequence[ParamGroup]
 ) -> tuple[dict[str, StateDict], list[StateDict]]:
-    """State by the model's names, and the options of each group."""
+    """Returns state by the model's names, and the options of each group."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ConfigurationError(
             "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it"
@@ -208,26 +213,6 @@ def _by_name(
     group_of = {n: k for k, g in enumerate(loaded) for n in (g["param_names"] if named else ())}
     own = [loaded[group_of[g["param_names"][0]] if named else k] for k, g in enumerate(groups)]
     return state, [options_of(g) for g in own]
-
-
-def _check_shapes(by_name: dict[str, StateDict], inners: Sequence[Inner]) -> None:
-    for inner in inners:
-        there = [part for part in inner.members if isinstance(by_name.get(part.name), dict)]
-        states = [(repr(part.name), part.shape, by_name[part.name]) for part in there]
-        whole = inner.whole_states()
-        own = [whole.get(part.name, {}) for part in there]
-        check_state(states, own, is_known_elementwise(inner.rule.build))
-
-
-def _load_inner(inner: Inner, by_name: dict[str, StateDict], options: StateDict) -> None:
-    if inner.optimizer is None:
-        return
-    state: dict[int, StateDict] = {}
-    for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True)):
-        if any(by_name.get(part.name) for part, _ in spans):
-            state[index] = copy.deepcopy(slot_of(param, spans).cut(by_name))
-    group = {**options, "params": list(range(len(inner.params)))}
-    inner.optimizer.load_state_dict({"state": state, "param_groups": [group]})
 
 
 def slot_of(
