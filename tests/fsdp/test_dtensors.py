@@ -333,6 +333,11 @@ def _replaced(rank: int) -> None:
     _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
     with pytest.raises(ConfigurationError, match="'weight' is put into"):
         model.head.weight = nn.Parameter(model.head.weight * 2)
+    for m in (one, model):  # a module inside gets other memory
+        m.head.to_empty(device="cpu")
+        for p in m.head.parameters():
+            nn.init.constant_(p, 0.25)
+    torch.testing.assert_close(model(_batch(0, rank)), one(_batch(0, rank)))
 
 
 @on_ranks(2)
