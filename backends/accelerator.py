@@ -147,9 +147,6 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
         """Chooses a class by what serves the device in a process group; gloo carries its tensors, where it can."""
         return C10dGroup if serves == "gloo" else LibraryGroup
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu().pin_memory()
-
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 

@@ -38,9 +38,6 @@ class Host(EagerBackend):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def synchronize(self) -> None:
         return
 

@@ -90,16 +90,11 @@ class TpuBackend(AcceleratorBackend):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if os.environ.get(ADDRESSES) else 0
         return max(super().device_count(), ranks)
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies to the host, pinned where the runtime has such memory."""
-        host = tensor.detach().cpu()
-        try:
-            return host.pin_memory()
-        except RuntimeError:  # XLA's runtime for another processor
-            return host
-
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        try:
+            return super().pinned(numel, dtype)
+        except RuntimeError:  # XLA's runtime for another processor has no such memory
+            return torch.empty(numel, dtype=dtype, device="cpu")
 
     def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
         """The runtime orders no streams by events yet."""

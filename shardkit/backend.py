@@ -490,15 +490,15 @@ class Backend(abc.ABC):
     def release_storage(self, tensor: Tensor) -> None:
         """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects."""
 
-    @abc.abstractmethod
-    def pin(self, tensor: Tensor) -> Tensor:
-        """Returns a host copy that the device can read asynchronously."""
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes host memory that the device can copy from and to beside what it computes."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Returns a copy in such memory."""
+        return self.pinned(tensor.numel(), tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def copy_down(self, out: Tensor, tensor: Tensor) -> Copy:
         """Copies a tensor of the device to pinned memory, after what is computed now and beside what follows.
 
         Until it is done or was waited for, neither may change.
@@ -506,7 +506,7 @@ class Backend(abc.ABC):
         out.copy_(tensor)
         return DONE
 
-    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
+    def copy_up(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Copy:
         """Copies pinned memory to the device, as :meth:`copy_down` does.
 
         With ``at_once`` nothing that is computed now uses ``out``, and nothing has to come first.

@@ -57,10 +57,6 @@ class XlaBackend(Backend):
     def release_storage(self, tensor: torch.Tensor) -> None:
         """Nothing: XLA frees a buffer once no tensor and no pending graph refers to its value. Drop the tensor."""
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the host; the runtime stages transfers itself, so there is nothing to pin."""
-        return tensor.detach().to("cpu", copy=True)
-
     def synchronize(self) -> None:
         self.mark_step(wait=True)
 

@@ -13,7 +13,7 @@ tensor is still there and its version is looked at; afterwards the copy has what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -109,9 +109,8 @@ class _Saved(NamedTuple):
 class Page:
     """What is saved in one call of a unit."""
 
-    def __init__(self, backend: Backend, before: Page | None, parameters: Sequence[torch.Tensor]) -> None:
-        self._backend, self._before = backend, before
-        self._parameters = {p.untyped_storage()._cdata for p in parameters}
+    def __init__(self, backend: Backend, before: Page | None, parameters: set[int]) -> None:
+        self._backend, self._before, self._parameters = backend, before, parameters
         self._storages: dict[int, _Storage] = {}
         self._all: list[_Storage] = []
         self._is_open = self._has_come = False
@@ -174,33 +173,35 @@ class Page:
 
 
 class Activations:
-    """The pages of a root's forwards."""
+    """The pages of one forward of a root.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: what its units gather into.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._last: Page | None = None  # of the unit that was called last, on the device
         self._leaving: Page | None = None
 
-    def enter(self, backend: Backend, parameters: Sequence[torch.Tensor]) -> Page | None:
+    def enter(self, backend: Backend) -> Page | None:
         """A unit is called; None where somebody else's hooks for saved tensors win."""
-        if _hooks_here(True) is not None and not self._is_ours():
+        hooks = _hooks_here(True)
+        if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Page):
             return None
         if self._last is not None:
             self.settle()
             self._leaving = self._last
             self._leaving.leave()
-        page = Page(backend, self._last, parameters)
+        page = Page(backend, self._last, self._parameters)
         page.open()
         return page
 
-    @staticmethod
-    def _is_ours() -> bool:
-        return isinstance(getattr(_hooks_here(True)[0], "__self__", None), Page)
-
-    def leave(self, page: Page, is_outermost: bool) -> None:
-        """The unit is through; with ``is_outermost`` forward is."""
+    def leave(self, page: Page) -> None:
+        """The unit is through."""
         page.close()
         self.settle()
-        self._last = None if is_outermost else page  # the graph alone keeps them from then on
+        self._last = page
 
     def settle(self) -> None:
         """What was on its way to the host has left."""

@@ -479,7 +479,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     mesh = mesh_over(ranks, backend.device_type)
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
-    if options.offload.on_host:
+    if options.offload.on_host or options.offload.activations:
         apart = [o for o in found.originals if o.store is not None]
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
@@ -533,9 +533,9 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
         return layout, shard
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
-    if options.offload.masters:
-        return layout, shard.cpu()
-    return layout, group.backend.pin(shard.cpu()) if options.offload.parameters else shard
+    if options.offload.parameters:
+        return layout, group.backend.pin(shard)
+    return layout, shard.cpu() if options.offload.masters else shard
 
 
 def _cut_extended(found: Found, part: list[int], device: torch.device, mesh: DeviceMesh) -> None:

@@ -356,7 +356,7 @@ class Engine:
         is_lazy: execution is: a compiler decides when values exist (see ``forward.py``).
         after: where execution is lazy, what the next gathers have to wait for.
         rounds: counts backwards of a step, where the order of sums is fixed.
-        activations: those on the host.
+        activations: of the forward that runs, those that go to the host.
         all_have_order: a training forward has shown all ranks in which order units are called.
         is_alone: everything stays gathered, and no forward or backward meets other ranks.
     """
@@ -417,7 +417,7 @@ class Engine:
         ]  # as backward leaves them
         self.set_accumulating([unit.accumulates for unit in self.units])
         self.rounds = rounds_of(self.units)
-        self.activations = Activations()
+        self.activations: Activations | None = None
 
     # ------------------------------------------------------------ forward
     @not_compiled

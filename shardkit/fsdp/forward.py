@@ -47,7 +47,7 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
-from .activations import Page
+from .activations import Activations, Page
 from .construct import announce, name_flats
 from .engine import (
     COMPILED_AUTOGRAD,
@@ -286,8 +286,11 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         fail(state, entered, error)
         raise
     if state.options.offload.activations and not in_backward and torch.is_grad_enabled():
-        page = engine.activations.enter(state.group.backend, [flat.store.gathered for flat in unit.needs])
-        return entered._replace(page=page)
+        if engine.activations is None:
+            engine.activations = Activations(
+                flat.store.gathered for each in engine.units for flat in each.flats
+            )
+        return entered._replace(page=engine.activations.enter(state.group.backend))
     return entered
 
 
@@ -317,13 +320,21 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     return entered
 
 
+def _leave_page(engine: Engine, page: Page | None, is_outermost: bool) -> None:
+    if engine.activations is not None and page is not None:
+        engine.activations.leave(page)
+    if engine.activations is not None and is_outermost:
+        engine.activations.settle()
+        engine.activations = None  # the graph alone keeps them from now on
+
+
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
     engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
-    if page is not None:
-        engine.activations.leave(page, is_outermost)
+    if engine.activations is not None:
+        _leave_page(engine, page, is_outermost)
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
     except RuntimeError:
@@ -361,8 +372,8 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
     engine, is_outermost, _, in_trace, _, page = entered
-    if page is not None:
-        engine.activations.leave(page, is_outermost)
+    if engine.activations is not None:
+        _leave_page(engine, page, is_outermost)
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

@@ -156,7 +156,7 @@ class Store(ABC):
     def _to_host(self, full: torch.Tensor) -> None:
         """Copies what was gathered, the first time, where it stays there from now on."""
         if self._flat.kept_at is not None and self._flat.host is None:
-            self._flat.host = self._backend.pin(full.to("cpu", copy=True))
+            self._flat.host = self._backend.pin(full)
 
     def fits(self) -> bool:
         """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""

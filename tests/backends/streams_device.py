@@ -99,6 +99,7 @@ class SimulatedDevice:
         most_in_flight: the most bytes that collectives in flight wrote at once.
         host_waits: how often the host waited for the device, by what for.
         copied: bytes between host and device, "up" and "down".
+        waited_after: how many collectives had been issued when the host waited for copies.
     """
 
     def __init__(self, rank: int) -> None:
@@ -107,6 +108,7 @@ class SimulatedDevice:
         self.misaligned: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self.waited_after: list[int] = []
         self.most_in_flight = 0
         self._flights: dict[str, deque[Flight]] = {}  # by communicator
         self._late: deque[Flight] = deque()  # not started yet, in order
@@ -385,6 +387,7 @@ class StreamsCopy(Copy):
         self._device.start()
         if self._device.wait(self._flight):
             self._device.host_waits["copy"] += 1
+            self._device.waited_after.append(len(self._device.issued))
 
 
 class StreamsGroup(Group):
@@ -563,10 +566,6 @@ class _WatchedMemory(EagerBackend):
     def copy_up(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Copy:
         device = current_device()
         return super().copy_up(out, tensor) if device is None else StreamsCopy(device, "up", out, tensor)
-
-    def pin(self, tensor: Tensor) -> Tensor:
-        with quiet():
-            return tensor.detach().clone()  # the host's memory is another one
 
     def synchronize(self) -> None:
         device = current_device()

@@ -14,7 +14,17 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit import FSDP, OSS, ReducePolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
+from shardkit import (
+    FSDP,
+    OSS,
+    OffloadPolicy,
+    PrecisionPolicy,
+    ReducePolicy,
+    ReshardPolicy,
+    ShardedDDP,
+    fully_shard,
+    sharding_of,
+)  # fmt: skip
 from shardkit.backend import get_backend
 from tests.backends.streams_device import StreamsBackend, current_device
 from tests.figures.counters import PACKAGE
@@ -145,6 +155,49 @@ def test_the_host_waits_once_where_frozen_units_lie_behind_trainable_ones() -> N
     """For what ranks tell each other of whether backward goes through them: a byte a unit."""
     for found in _reads(partly_frozen):
         assert sum(found.values()) == STEPS, found
+
+
+def _offloaded(rank: int, early: bool, compute: Any, backwards: int) -> list[tuple[Counter[str], list[int]]]:
+    device = current_device()
+    assert device is not None
+    torch.manual_seed(0)
+    model, _, optimizer, _ = fsdp(
+        nn.Sequential(*[Block() for _ in range(UNITS)]),
+        offload=OffloadPolicy(masters=True),
+        precision=PrecisionPolicy(compute=compute),
+    )
+    found = []
+    for _ in range(STEPS + 1):
+        copied, waits, issued = Counter(device.copied), Counter(device.host_waits), len(device.waited_after)
+        for k in range(backwards):
+            is_step = early and k == backwards - 1
+            with shardkit.step_in_backward(optimizer) if is_step else nullcontext():
+                model(torch.randn(3, WIDTH)).float().square().mean().backward()
+        if not early:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not found or set(device.host_waits - waits) == {"copy"}
+        found.append((device.copied - copied, device.waited_after[issued:]))
+    return found[1:]  # the first one makes buffers and plans
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["step", "in backward"])
+@pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_masters_cross_the_bus_once_each_way(early: bool, compute: Any, backwards: int) -> None:
+    """At most 2 P a step of a rank's P: weights up once a step, gradients down once a backward.
+
+    The host waits for a unit's gradients when all of backward is issued, and for nothing else.
+    """
+    part = UNITS * 2 * (WIDTH + 1) * WIDTH * (4 if compute is None else 2) / 3
+    for found in shardkit.launch(
+        _offloaded, 3, backend="streams", args=(early, compute, backwards), timeout=30
+    ):
+        for copied, waited_after in found:
+            assert copied["up"] <= 1.01 * part
+            assert copied["down"] <= 1.01 * backwards * part
+            assert len(waited_after) == UNITS * backwards
+            assert len(set(waited_after)) == backwards
 
 
 class Odd(nn.Module):

@@ -103,10 +103,11 @@ def test_trains_as_one_process(name: str, flatten: bool, world_size: int) -> Non
         {"reshard": ReshardPolicy(root=True, prefetch=0)},
         {"reshard": ReshardPolicy(prefetch=2)},
         {"offload": OffloadPolicy(parameters=True)},
+        {"offload": OffloadPolicy(masters=True, activations=True)},
         {"reduce": ReducePolicy(predivide=1.0)},
         {"reduce": ReducePolicy(dtype=torch.float64)},
     ],
-    ids=["keep", "root reshards", "prefetch 2", "offload", "postdivide", "fp64 reduce"],
+    ids=["keep", "root reshards", "prefetch 2", "offload", "masters", "postdivide", "fp64 reduce"],
 )
 def test_options_change_no_numbers(name: str, options: dict[str, Any]) -> None:
     rank_pool(2).run(_train, 2, name, True, options)
