@@ -9,6 +9,7 @@ import torch
 
 from .errors import ConfigurationError
 
+Frozen = Literal["reshard", "keep", "host", "packed"]
 _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -133,13 +134,19 @@ class ReshardPolicy:
             again, for their full memory on each rank. "host": the same with a copy in (pinned) host memory, from where
             they come as others are gathered. ``reshard_frozen()`` gives both back; they are gathered anew after they
             were loaded, moved, summoned or unfrozen. A change that goes by ``.data`` of a shard, around its version,
-            is not noticed: call ``reshard_frozen()`` after it. "reshard": they are given back as others are.
+            is not noticed: call ``reshard_frozen()`` after it. "packed": matrices of 1,024 numbers and more that are
+            frozen when they are sharded are packed for good; shards, messages and sharded checkpoints have bytes in
+            their place, and computation and full state dicts what these stand for. They can't be unfrozen. "reshard":
+            they are given back as others are.
+        packing: "int8": blocks of up to 256 numbers of a row share a scale, see :class:`Compression`. "nf4": 4 bits for
+            each and a scale for 64, as QLoRA has it (arXiv 2305.14314).
     """
 
     after_forward: bool | int = True
     root: bool = False
     prefetch: int = 1
-    frozen: Literal["reshard", "keep", "host"] = "reshard"
+    frozen: Frozen = "reshard"
+    packing: Literal["int8", "nf4"] = "int8"
 
     def __post_init__(self) -> None:
         if not isinstance(self.after_forward, bool) and self.after_forward < 1:
@@ -148,8 +155,10 @@ class ReshardPolicy:
             )
         if self.prefetch < 0:
             raise ConfigurationError(f"prefetch is {self.prefetch}; it must be 0 or more")
-        if self.frozen not in ("reshard", "keep", "host"):
-            raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard', 'keep' or 'host'")
+        if self.frozen not in ("reshard", "keep", "host", "packed"):
+            raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard', 'keep', 'host' or 'packed'")
+        if self.packing not in ("int8", "nf4"):
+            raise ConfigurationError(f"packing is {self.packing!r}; name 'int8' or 'nf4'")
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from .originals import (
     note_copying,
     refuse_split,
 )
+from .packed import PackedWeight, is_packable
 from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
 from .state import Options, ShardingState, forget_state, owners_of, units_below
 from .submodule_api import answer_for, note_taken, refuse_state_dicts
@@ -202,6 +203,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
     home = state.home if state.mates else 0
+    packing = state.options.reshard.packing if state.options.reshard.frozen == "packed" else None
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -217,6 +219,8 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 by_param[id(p)] = len(found.originals)
                 kind = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
                 original = kind(p, place, home)
+                if packing is not None and is_packable(p):
+                    original = PackedWeight(p, place, home, packing)
                 found.originals.append(original)
                 found.names.append(f"{path}.{name}" if path else name)
                 if state.options.placement is not None:
@@ -480,14 +484,14 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
     if options.offload.on_host or options.offload.activations:
-        apart = [o for o in found.originals if o.store is not None]
+        apart = [o for o in found.originals if o.is_apart]
         refuse_split(apart, "offloading", "Leave offload out")
     for name, original in zip(found.names, found.originals, strict=True):
         if isinstance(original, SplitParameter):
             check_within(name, original.param, mesh, original.dim)
         if original.dim:
             _check_dimension(found, name, original)
-        if original.store is not None and mesh.ndim > 1 and mesh.mesh_dim_names is None:
+        if original.is_apart and mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ConfigurationError(
                 f"fsdp_pre_all_gather of {name!r}, a {type(original.param).__name__}, is told which mesh cuts it, "
                 f"and the dimensions of {mesh} have no names: pass mesh_dim_names= to init_device_mesh"
@@ -525,7 +529,7 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
         layout = ShardLayout(layout.numels, group.world_size)
     report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     device = options.device or originals[0].param.device
-    if originals[0].store is not None and mesh is not None:
+    if originals[0].is_apart and mesh is not None:
         _cut_extended(found, part, device, mesh)
         return layout, no_values(layout.shard_numel, originals[0].param)
     shard = shard_of(originals, layout, group, device, options.sync_module_states)

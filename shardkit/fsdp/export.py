@@ -1,11 +1,8 @@
 """Weights that leave a sharded model for an inference engine or a file: whole, or what has changed since the last time.
 
-[Note: what has changed] A step of a small learning rate changes few numbers of 16 bits: most updates are below half of
-the last digit. Each rank compares its shard, as it would be sent, with the one that was sent before, and sends what
-differs: the distance from the last position in a byte, and the value. A distance that has no room in a byte is bridged
-by values that are sent unchanged. Where so much differs that all values take less, they are all sent. Nothing is
-approximated. A checksum of the whole tensor, which ranks make of shards, tells a receiver that it has what the trainer
-has.
+Each rank compares its shard, as it would be sent, with the one that was sent before, and sends what differs, see
+``reduction/changes.py``. A checksum of the whole tensor, which ranks make of shards, tells a receiver that it has what
+the trainer has.
 """
 
 from __future__ import annotations
@@ -19,6 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..reduction.changes import Run, difference
+from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_split
@@ -27,24 +26,8 @@ from .state_dict import name_at, unsharded
 
 Names = Callable[[str], str | None] | Literal["hf"] | None
 
-_MOST = 255  # what a gap of one byte bridges
 _CHUNK = 2**20  # elements whose checksum is computed at a time
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # as int64; of SplitMix64
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Run(NamedTuple):
-    """New values of a tensor from one element on.
-
-    Attributes:
-        start: the element that positions are counted from.
-        gaps: how far each value lies behind the one before, [n], uint8; None where they lie end to end.
-        values: [n], in the tensor's dtype.
-    """
-
-    start: int
-    gaps: torch.Tensor | None
-    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -84,11 +67,7 @@ class Change:
             )
         flat = tensor.detach().view(-1)
         for run in self.runs:
-            values = run.values.to(flat.device)
-            if run.gaps is None:
-                flat[run.start : run.start + values.numel()] = values
-            else:
-                flat[run.start + run.gaps.to(flat.device).to(torch.int64).cumsum(0)] = values
+            run.write(flat)
         if check and checksum(flat) != self.checksum:
             raise ConfigurationError(
                 "the receiver does not have what was sent before: its values differ from the trainer's. Send all of "
@@ -119,7 +98,7 @@ def checksum(values: torch.Tensor, first: int = 0) -> int:
 
     Sums of a tensor's parts, each with the place of its first element, add up to that of the tensor.
     """
-    bits = values.reshape(-1).view(_BITS[values.element_size()])
+    bits = values.reshape(-1).view(INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)  # read once: a device would be waited for
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
@@ -158,7 +137,7 @@ def _exported(
         if since is None:
             with summoned(state, recurse=False, writeback=False):
                 for flat in unit.flats if _is_here(root, on) else ():
-                    values = [_cast(original.values.detach(), dtype) for original in flat.originals]
+                    values = [_cast(original.param.detach(), dtype) for original in flat.originals]
                     found.update(_named(flat, values, paths))
             root.group.backend.mark_step()  # one rank alone may read them
         else:
@@ -191,7 +170,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
             )
         if since is not None and (
             flat.is_summoned
-            or flat.param.element_size() not in _BITS
+            or flat.param.element_size() not in INTEGERS
             or any(original.store is not None for original in flat.originals)
         ):
             raise ConfigurationError(
@@ -295,7 +274,7 @@ def _changed(
     for piece in layout.pieces(apart=True):
         if piece.rank == group.rank and not (layout.is_copied(piece.item) and group.rank):
             span = slice(piece.offset, piece.offset + piece.numel)
-            run = _run(shard[span], None if before is None else before[span], piece.start)
+            run = difference(shard[span], None if before is None else before[span], piece.start)
             facts = [] if run is None else [(run.start, run.gaps is not None, run.values.numel())]
             parts.setdefault(piece.item, []).append(_Part(facts, checksum(shard[span], piece.start)))
             if run is not None:
@@ -332,26 +311,6 @@ def _add(
                 runs.append(Run(start, run_gaps, values[:numel]))
                 values = values[numel:]
         found[item] = runs, total
-
-
-def _run(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | None:
-    """Finds what differs in a piece [n] that begins at element ``start``; all of it where that is less."""
-    if before is None:
-        return Run(start, None, now)
-    bits = _BITS[now.element_size()]
-    at = (now.view(bits) != before.view(bits)).nonzero().view(-1)
-    if not at.numel():
-        return None
-    last = torch.cat([at.new_zeros(1), at[:-1]])
-    each = 1 + ((at - last - 1).clamp(min=0)) // _MOST  # itself, and values sent unchanged before it
-    numel = int(each.sum())
-    if numel * (1 + now.element_size()) >= now.nbytes:
-        return Run(start, None, now)
-    if numel > at.numel():
-        step = torch.arange(1, numel + 1, device=at.device) - (each.cumsum(0) - each).repeat_interleave(each)
-        at = torch.minimum(last.repeat_interleave(each) + _MOST * step, at.repeat_interleave(each))
-    gaps = torch.diff(at, prepend=at.new_zeros(1)).to(torch.uint8)
-    return Run(start, gaps, now[at])
 
 
 def _bytes(parts: Sequence[torch.Tensor]) -> bytearray:

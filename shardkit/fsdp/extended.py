@@ -156,6 +156,7 @@ class ExtendedParameter(OriginalParameter):
 
     beside = "has a class with fsdp_pre_all_gather"
     store = Extended
+    is_apart = True
 
     def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
         super().__init__(param, place, home)

@@ -112,7 +112,7 @@ class FlatParam:
         self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self.post_forward_mesh = post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
-        self._compute_dtype = compute_dtype
+        self.chosen_dtype = compute_dtype
         self._compute_device = compute_device
         self._compression = compression
         self.offloaded = offloaded
@@ -121,8 +121,8 @@ class FlatParam:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Returns the dtype of original parameters while gathered; complex numbers and integers stay what they are."""
-        chosen, own = self._compute_dtype, self.param.dtype
+        """Returns the dtype of what is gathered; complex numbers and integers stay what they are."""
+        chosen, own = self.chosen_dtype, self.param.dtype
         return chosen if chosen is not None and own.is_floating_point else own
 
     @property
@@ -320,7 +320,7 @@ class FlatParam:
             yield
             return
         store.collect(full)
-        store.show(full.to(self.compute_dtype))
+        store.show_computed(full)
         try:
             yield
         finally:

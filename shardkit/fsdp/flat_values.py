@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -130,6 +131,12 @@ def _as_parts(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     if layout.runs == 1:
         return values.view(layout.world_size, -1)
     return values.view(layout.runs, layout.world_size, -1).transpose(0, 1)
+
+
+class Unpacks(Protocol):
+    """What copies values that were gathered, [W, S], to their places."""
+
+    def unpack(self, gathered: torch.Tensor) -> None: ...
 
 
 class Unpacking:

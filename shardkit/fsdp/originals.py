@@ -136,7 +136,9 @@ class OriginalParameter:
         released: its class while it has none.
         of_shard: its class between uses where this rank's shard has all of it.
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
-        store: where its values are, if they are in no shard.
+        store: of a kind of its own, where it has one.
+        is_apart: its values are in no shard.
+        listed_as: the class of what modules list of it, where that is no DTensor.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
         dim: along which it is cut.
@@ -144,6 +146,8 @@ class OriginalParameter:
 
     beside = ""
     store: type[Store] | None = None
+    is_apart = False
+    listed_as: type[nn.Parameter] = nn.Parameter
     mesh: DeviceMesh | None = None
     is_lazy = False
     dim = 0
@@ -163,6 +167,14 @@ class OriginalParameter:
     def values(self) -> torch.Tensor:
         """Returns those that lie in the flat parameter."""
         return self.param.data
+
+    @property
+    def written(self) -> torch.Size:
+        """Its shape in the module; what lies in the flat parameter may have another."""
+        return self.shape
+
+    def refuse_training(self, name: str) -> None:
+        """Raises ConfigurationError where it can't be unfrozen."""
 
     @property
     def rows(self) -> torch.Size:

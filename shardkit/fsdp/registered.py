@@ -117,7 +117,7 @@ class RegisteredShard:
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
-            nn.Parameter(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
+            original.listed_as(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
         )
         for module, name in self.places:  # where the original parameter was; that is an attribute from now on
             module._parameters[name] = self.param
@@ -201,7 +201,7 @@ class RegisteredShards:
             if r.numel == 0:
                 self._parts[k] = len(self._split) - 2, r.shape
             self.are_dtensors = self.are_dtensors or r.spec is not None
-            self._are_apart = self._are_apart or r.original.store is not None
+            self._are_apart = self._are_apart or r.original.is_apart
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
 
     def __getstate__(self) -> StateDict:

@@ -53,7 +53,7 @@ from ..reduction.compression import CompressedGather
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
+from .flat_values import Unpacking, Unpacks, own_part, own_shard, taken_apart, unpacked
 from .landing import Landing
 from .originals import (
     OriginalParameter,
@@ -209,6 +209,10 @@ class Store(ABC):
         """Makes original parameters views of this, [N] or more."""
         for original, piece in zip(self._originals, taken_apart(values, self._layout), strict=True):
             original.assign(piece)
+
+    def show_computed(self, full: torch.Tensor) -> None:
+        """They become what a forward computes with, of values in full precision, [W * S]."""
+        self.show(full.to(self._dtype))
 
     def _reveal(self) -> None:
         """Makes them parameters like any other."""
@@ -381,7 +385,7 @@ class Stored(Store):
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
-        self._unpacking = Unpacking(self._layout, full) if is_packed else None
+        self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 

@@ -15,10 +15,9 @@ import torch
 from ..backend import Group
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
+from ..torch_seams.tensor_facts import INTEGERS
 from ..types import SavedState, StateDict, Tree
 from .kinds import NUMBERS
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_state(
@@ -123,7 +122,7 @@ def _plain(value: object) -> Tree:
 
 def _sum_of_bits(value: torch.Tensor) -> int | None:
     """Sums bits, exactly in whatever order threads add; None where reading it would cost more than loading it."""
-    kind = _INTEGERS.get(value.element_size())
+    kind = INTEGERS.get(value.element_size())
     if value.device.type != "cpu" or value.layout != torch.strided or kind is None or value.is_quantized:
         return None
     return int(value.detach().contiguous().view(kind).sum(dtype=torch.int64))

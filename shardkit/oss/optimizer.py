@@ -69,6 +69,10 @@ class OSS(Optimizer):
             the largest first, which evens out memory.
         broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
             that all ranks hold the same values.
+        sends_changes: what a step has changed travels, and nothing else: the same bits on all ranks, for a copy of what
+            a rank owns, and a wait of the host for how much that is. For weights of 16 bits beside an optimizer that
+            keeps masters, a small part of which changes in a step; where much changes, all is sent. Values written by
+            ``.data`` to parameters that another rank owns stay as they are.
         mesh: all of its ranks, in place of ``group``.
         **defaults: arguments of ``optim``. Options of its param groups are the same on all ranks, or the update would
             not be; what a class of yours has for each rank is told by ``functools.partial(Class, name=...)``.
@@ -97,6 +101,7 @@ class OSS(Optimizer):
         backend: str | Backend | None = None,
         partition: Partition = "greedy",
         broadcast_dtype: torch.dtype | None = None,
+        sends_changes: bool = False,
         mesh: DeviceMesh | None = None,
         **defaults: object,
     ) -> None:
@@ -122,12 +127,18 @@ class OSS(Optimizer):
         named = set(optim.keywords) if isinstance(optim, functools.partial) else set()
         self._of_rank = named - KNOWN_OPTIONS
         self._agreed, self._agreed_gradients = AgreedOptions(self._of_rank), AgreedGradients()
+        if sends_changes and broadcast_dtype is not None:
+            raise ConfigurationError(
+                "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
+            )
         chosen = placement_for(
-            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments
+            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments, sends_changes
         )
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
-        options = option_facts(optim=optim, partition=partition, broadcast_dtype=broadcast_dtype)
+        options = option_facts(
+            optim=optim, partition=partition, broadcast_dtype=broadcast_dtype, sends_changes=sends_changes
+        )
         check_ranks_agree(self._group, self.param_groups, options)
         self._lay_out()
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]

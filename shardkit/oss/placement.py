@@ -13,6 +13,7 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -26,6 +27,7 @@ from ..optimizer_state.gathering import gather_states
 from ..optimizer_state.kinds import is_elementwise
 from ..optimizer_state.slots import Slot, Span
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
+from ..reduction.changes import ChangedParts
 from ..reduction.norms import Portion
 from ..reduction.unused import PutAside
 from ..torch_seams.compiling import callees_compiled, not_compiled
@@ -38,6 +40,7 @@ from .segments import FlatSegment
 Closure = Callable[[], Tree]
 State = StateDict
 logger = logging.getLogger("shardkit")
+_version = attrgetter("_version")
 
 
 class Placement(ABC):
@@ -179,9 +182,12 @@ def published_between(publish: Callable[[], None], closure: Closure) -> Closure:
 class FlatParameters:
     """Trainable parameters of one dtype as views into one buffer [N] grouped by owner."""
 
-    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, sends_changes: bool = False
+    ) -> None:
         self.params = list(params)
-        self._group = group
+        self._group, self._sends_changes = group, sends_changes
+        self._others = [p for p, owner in zip(params, owners, strict=True) if owner != group.rank]
         step = alignment(params[0].element_size())
         self._layout = segment_layout([p.numel() for p in params], owners, group.world_size, step=step)
         self._pointers: list[int] = []
@@ -197,6 +203,8 @@ class FlatParameters:
             p.data = view
         self._own = self.segment(self._group.rank)
         self._pointers = [p.data_ptr() for p in self.params]
+        self._changed = ChangedParts(self._group, self._buffer, self._layout.sizes)
+        self._versions = -1
 
     def segment(self, rank: int) -> torch.Tensor:
         """Returns a rank's part of the buffer, [S]."""
@@ -210,6 +218,10 @@ class FlatParameters:
             self._build()
         if self._group.world_size == 1 and wire_dtype is None:
             return None
+        if self._sends_changes:
+            before, self._versions = self._versions, sum(map(_version, self._others))
+            # somebody may have written to what others own, on this rank alone
+            return self._changed.send(everything=before != self._versions, label="updated parameters")
         if wire_dtype is None or self._buffer.dtype != torch.float32:
             return self._group.all_gather_into(
                 self._buffer, self._own, self._layout.sizes, async_op=True, label="updated parameters"
@@ -228,6 +240,9 @@ class FlatParameters:
 class OwnedParameters(OfParameters):
     """A rank's optimizer updates the parameters that the rank owns.
 
+    Args:
+        sends_changes: only what has changed travels.
+
     Attributes:
         buffers: what the trainable parameters are views of, one for each dtype.
     """
@@ -235,11 +250,19 @@ class OwnedParameters(OfParameters):
     buffers: Sequence[FlatParameters] = ()
     ranges: PublishRanges
 
+    def __init__(
+        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None,
+        sends_changes: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(group, owner, wire_dtype)
+        self._sends_changes = sends_changes
+
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         trainable = by_dtype(p for g in groups for p in g["params"] if p.requires_grad)
         channel = self.group.channel("parameters")
         self.buffers = [
-            FlatParameters(ps, [self._owner[p] for p in ps], channel) for ps in trainable.values()
+            FlatParameters(ps, [self._owner[p] for p in ps], channel, self._sends_changes)
+            for ps in trainable.values()
         ]
         nbytes = sum(p.numel() * p.element_size() for ps in trainable.values() for p in ps)
         self.ranges = PublishRanges("updated parameters", self.group.ranks, gather=nbytes)
@@ -518,6 +541,7 @@ def placement_for(
     even_shards_only: bool,
     update_dtype: torch.dtype | None = None,
     kind: type[FlatSegment] = FlatSegment,
+    sends_changes: bool = False,
 ) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
     """Makes the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
@@ -526,7 +550,22 @@ def placement_for(
         even_shards_only: all ranks run one compiled graph.
         update_dtype: another one than the parameters', in which they are updated.
         kind: of segments, where there are any.
+        sends_changes: of what was updated, only what has changed travels.
     """
+    chosen = _placement_for(optimizer_class, even_shards_only, update_dtype, kind)
+    if not sends_changes:
+        return chosen
+    if chosen is not OwnedParameters:
+        raise ConfigurationError(
+            "sends_changes=True is for optimizers that update whole parameters on their owners, and this one's "
+            "results travel otherwise on this backend; leave it out"
+        )
+    return functools.partial(OwnedParameters, sends_changes=True)
+
+
+def _placement_for(
+    optimizer_class: object, even_shards_only: bool, update_dtype: torch.dtype | None, kind: type[FlatSegment]
+) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
     plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
     if update_dtype is not None:
         if not is_known_elementwise(plain):

@@ -117,10 +117,11 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
     options, flats = state.options, state.flats
     numel = sum(sum(f.layout.numels) for f in flats)
     padded = sum(f.layout.padded_numel for f in flats)
+    written = sum(original.written.numel() for f in flats for original in f.originals)
     return UnitFacts(
-        clean(path) or "(the root)", type(state.module).__name__, numel, ", ".join(dict.fromkeys(map(_dtype, flats))),
+        clean(path) or "(the root)", type(state.module).__name__, written, ", ".join(dict.fromkeys(map(_dtype, flats))),
         sum(f.param.numel() * f.param.element_size() for f in flats),
-        sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in flats),
+        sum(max(f.layout.padded_numel * f.compute_dtype.itemsize, f.store.gathered.nbytes) for f in flats),
         (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
         _on_host(options.offload, flats),
     )  # fmt: skip

@@ -5,7 +5,12 @@ Names are those under which torch announces a call to ``__torch_function__``; at
 
 from __future__ import annotations
 
+import torch
+
 from ..types import AnyCallable
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes, as which the bits of any numbers can be read."""
 
 
 def _names(listed: str) -> frozenset[str]:

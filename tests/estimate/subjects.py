@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.backend import get_backend
-from shardkit.tools.estimate import STRATEGIES, Subject
+from shardkit.tools.estimate import STRATEGIES, Subject, with_adapters
 from tests.figures.counters import Memory, memory_of
 
 WORDS, WIDTH, TOKENS = 512, 128, 64
@@ -155,6 +155,10 @@ SUBJECTS: dict[str, Subject] = {
         Subject("GPT-2", partial(transformers_model, "gpt2"), transformers_loss, ADAMW, transformers_units),
     )
 }
+
+
+ADAPTED = with_adapters(SUBJECTS["language"], 2, "packed")
+SUBJECTS["language, adapters on packed weights"] = ADAPTED
 
 
 def measured(rank: int, name: str, strategy: str, batch: int) -> Memory:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
+from shardkit.policy import Frozen
 from shardkit.tools import cli
-from shardkit.tools.estimate import STRATEGIES, Subject, estimate, from_experiment, smallest_ranks
+from shardkit.tools.estimate import (
+    STRATEGIES,
+    Subject,
+    estimate,
+    from_experiment,
+    smallest_ranks,
+    with_adapters,
+)
 from shardkit.tools.verify import Experiment
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row, layers, layers_loss, measured
 from tests.pools import rank_pool
@@ -24,6 +32,7 @@ CASES = [
     ("language, recomputed", "fsdp", 2),
     ("language, partly frozen", "fully_shard", 2),
     ("language, bfloat16", "fsdp", 2),
+    ("language, adapters on packed weights", "fsdp", 2),
     ("layers", "fsdp", 3),
     ("images", "fsdp-kept", 3),
 ]
@@ -77,6 +86,20 @@ def test_masters_on_the_host_leave_what_is_computed_with() -> None:
     assert found.sent == kept.sent
     states = 8 * found.parameters / ranks
     assert found.resident == pytest.approx(kept.resident - states - kept.kinds["parameters"] / 2, rel=0.05)
+
+
+def test_frozen_weights() -> None:
+    """Kept ones are there between steps and sent never; on the host neither; packed ones are small in both."""
+    found = {f: estimate(with_adapters(SUBJECTS["language"], 2, f), "fsdp", 8, 4) for f in get_args(Frozen)}
+    assert found["keep"].sent == found["host"].sent < found["packed"].sent < 0.4 * found["reshard"].sent
+    assert (
+        found["packed"].resident
+        < found["host"].resident
+        <= found["reshard"].resident
+        < found["keep"].resident
+    )
+    with pytest.raises(ConfigurationError, match="every rank has all weights"):
+        estimate(with_adapters(SUBJECTS["language"], 2, "keep"), "sharded_ddp", 2)
 
 
 def test_the_fewest_ranks_that_fit() -> None:
@@ -173,6 +196,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["estimate", target, "--ranks", "2", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["estimates"]
     assert sum(found["kinds"].values()) == found["peak"]
+    assert cli.main(["estimate", target, "--lora", "rank=2", "--frozen", "packed"]) == 0
+    assert "fsdp, 8 ranks, batch 1: a device of 8 GB is enough" in capsys.readouterr().out
+    assert cli.main(["estimate", target, "--frozen", "packed"]) == 2
     assert cli.main(["estimate"]) == 2
     assert "name a target" in capsys.readouterr().err
     assert cli.main(["estimate", target, "--dtype", "int7"]) == 2

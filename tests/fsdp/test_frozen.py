@@ -214,5 +214,5 @@ def test_frozen_values_that_change_unseen(rank: int) -> None:
         for p in model.parameters():
             p.data = p.data * 2 if not p.requires_grad else p.data
         assert not torch.equal(_loss(model, 1), before)
-    with pytest.raises(ConfigurationError, match="'reshard', 'keep' or 'host'"):
+    with pytest.raises(ConfigurationError, match="'reshard', 'keep', 'host' or 'packed'"):
         ReshardPolicy(frozen="disk")  # type: ignore[arg-type]

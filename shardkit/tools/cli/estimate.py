@@ -20,6 +20,8 @@ from shardkit.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
+    from shardkit.tools.estimate import Subject
+
 _STRATEGIES = (
     "fsdp",
     "fsdp-kept",
@@ -42,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
     )
+    parser.add_argument(
+        "--lora", type=_rank, metavar="rank=16", help="weights are frozen, and adapters of them trained"
+    )
+    parser.add_argument(
+        "--frozen", choices=("reshard", "keep", "host", "packed"), default="reshard",
+        help="with --lora, what becomes of frozen weights (see ReshardPolicy)",
+    )  # fmt: skip
     parser.add_argument("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
     parser.add_argument("--dtype", help="of computation, as bfloat16 (default: the parameters')")
     parser.add_argument("--reduce-dtype", help="in which gradients travel (default: their own)")
@@ -71,7 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints estimates."""
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate.report import as_data, as_text, in_words, plot, times_as_text
+    from shardkit.tools.estimate.report import (
+        as_data,
+        as_text,
+        device_in_words,
+        in_words,
+        plot,
+        times_as_text,
+    )
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
@@ -85,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         subject = estimating.from_hugging_face(
             options.hf, options.optimizer, dtype, options.sequence, options.checkpointing, reduce
         )
+    subject = _adapted(subject, options)
     strategies = (
         _STRATEGIES if options.strategy == "all" else [s.strip() for s in options.strategy.split(",")]
     )
@@ -105,6 +122,8 @@ def run(options: argparse.Namespace) -> int:
         print(as_text(subject, found, memory))
         if device is not None:
             print("\n" + times_as_text(subject, found, device))
+        if options.lora is not None:
+            print("\n".join(map(device_in_words, found)))
     if limit is not None and not options.json:
         for s in strategies:
             for b in options.batch:
@@ -121,6 +140,23 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
     if name is not None and not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"{option} {name}: torch has no such dtype")
     return dtype
+
+
+def _adapted(subject: Subject, options: argparse.Namespace) -> Subject:
+    from shardkit.tools.estimate import with_adapters
+
+    if options.lora is not None:
+        return with_adapters(subject, options.lora, options.frozen)
+    if options.frozen != "reshard":
+        raise ConfigurationError("--frozen is about the weights that --lora freezes; name both")
+    return subject
+
+
+def _rank(text: str) -> int:
+    name, _, number = text.rpartition("=")
+    if name not in ("", "rank") or not number.isdecimal() or number == "0":
+        raise argparse.ArgumentTypeError(f"{text}: write it as rank=16")
+    return int(number)
 
 
 def _integers(text: str) -> list[int]:

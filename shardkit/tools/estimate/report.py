@@ -75,6 +75,16 @@ def in_words(strategy: str, batch: int, limit: int, found: Estimate | None) -> s
     )
 
 
+_SIZES = (8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288)  # GB that devices are sold with
+
+
+def device_in_words(found: Estimate) -> str:
+    """Names the smallest device that has room, and a tenth more."""
+    enough = [size for size in _SIZES if 1.1 * found.peak <= size * 1e9]
+    what = f"a device of {enough[0]} GB is enough" if enough else "no single device is enough"
+    return f"{found.strategy}, {counted(found.ranks, 'rank')}, batch {found.batch}: {what} ({in_bytes(found.peak)})"
+
+
 # ------------------------------------------------------------ pictures
 _GIB = 2**30
 _MARKERS = "osD^v*"

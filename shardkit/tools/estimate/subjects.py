@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager as ContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from ...integrations.sharding import Sharding
 from ...layout import greedy_owners
 from ...oss.optimizer import OSS
 from ...oss.sharded_ddp import ShardedDDP
-from ...policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ...policy import Frozen, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ...types import Kwargs, Tree
 from ..verify.experiment import load_experiment
 
@@ -50,6 +50,7 @@ class Subject:
         compute: dtype of computation; None: the parameters'.
         reduce: dtype in which gradients travel; None: their own.
         tokens: of a sample; 0: samples are counted.
+        frozen: what becomes of weights that are not trained, see :class:`~shardkit.ReshardPolicy`.
     """
 
     name: str
@@ -60,11 +61,12 @@ class Subject:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     tokens: int = 0
+    frozen: Frozen = "reshard"
 
     def over(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Returns the optimizer of these."""
         kind, options = self.optimizer
-        return kind(params, **options)
+        return kind([p for p in params if p.requires_grad], **options)
 
 
 class Sharded(NamedTuple):
@@ -86,7 +88,7 @@ def _in_units(
         "backend": backend,
         "precision": PrecisionPolicy(compute=subject.compute),
         "reduce": ReducePolicy(dtype=subject.reduce),
-        "reshard": ReshardPolicy(after_forward=after_forward),
+        "reshard": ReshardPolicy(after_forward=after_forward, frozen=subject.frozen),
         "offload": offload,
     }
     subject.units(model, lambda part: shard(part, **options))
@@ -96,6 +98,10 @@ def _in_units(
 
 def _sharded_ddp(subject: Subject, model: nn.Module, backend: Backend) -> Sharded:
     kind, options = subject.optimizer
+    if subject.frozen != "reshard":
+        raise ConfigurationError(
+            f"frozen={subject.frozen!r}: with sharded_ddp every rank has all weights; leave it out"
+        )
     model = model if subject.compute is None else model.to(subject.compute)
     optimizer = OSS(model.parameters(), kind, backend=backend, **options)
     policy = ReducePolicy(dtype=subject.reduce)
@@ -161,6 +167,36 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
 
 
 # ------------------------------------------------------------ subjects
+class _Adapted(nn.Module):
+    """A layer beside a product of two matrices of low rank."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        like: Kwargs = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, **like)
+        self.up = nn.Linear(rank, base.out_features, **like)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return result
+
+
+def with_adapters(subject: Subject, rank: int, frozen: Frozen = "reshard") -> Subject:
+    """Returns the same with frozen weights and adapters (LoRA) of all linear layers, but those that give the output."""
+
+    def model() -> nn.Module:
+        found = subject.model().requires_grad_(False)
+        output = getattr(found, "get_output_embeddings", lambda: None)()
+        for parent in list(found.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and child is not output:
+                    setattr(parent, name, _Adapted(child, rank))
+        return found
+
+    return replace(subject, name=f"{subject.name} with LoRA of rank {rank}", model=model, frozen=frozen)
+
+
 def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
     """Returns the same without values, with so many samples in the first dimension of each tensor."""
 

@@ -1,0 +1,161 @@
+"""Frozen weights that stay packed (``ReshardPolicy(frozen="packed")``), beside one process that has what they mean."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit import ConfigurationError, ReshardPolicy, sharding_of, summary
+from tests.figures.counters import OperationCounter
+from tests.fsdp.test_frozen import LAYERS, WIDTH, Stack, _loss, _sharded
+from tests.pools import rank_pool
+
+# of QLoRA's appendix E
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def _rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
+    """What a weight stands for after it was packed, one row and block after the other."""
+    made, size = weight.detach().clone(), 64 if packing == "nf4" else -(-weight.shape[1] // 16) * 16
+    for row in made:
+        for block in row.split(size):
+            largest = block.abs().max()
+            if packing == "nf4":
+                nearest = (block[:, None] / largest - NF4).abs().argmin(1)
+                block.copy_(NF4[nearest] * largest)
+            else:
+                block.copy_((block / (largest / 127)).round() * (largest / 127))
+    return made
+
+
+def _truth(packing: str, width: int = WIDTH) -> Stack:
+    plain = Stack(width=width)
+    with torch.no_grad():
+        for p in plain.parameters():
+            if not p.requires_grad and p.dim() > 1:
+                p.copy_(_rounded(p, packing))
+    return plain
+
+
+def _train(models: Any, rank: int, world_size: int, steps: Any) -> None:
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in models]
+    for step in steps:
+        for k in range(2):
+            _loss(models[1], 10 * step + k + 100 * rank).backward()
+            for r in range(world_size):
+                (_loss(models[0], 10 * step + k + 100 * r) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _summoned(model: nn.Module) -> dict[str, torch.Tensor]:
+    with sharding_of(model).summon_full_params():
+        return {
+            n.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): p.detach().clone()
+            for n, p in model.named_parameters()
+        }
+
+
+def _compare(plain: nn.Module, model: nn.Module) -> None:
+    torch.testing.assert_close(_summoned(model), dict(plain.state_dict()), rtol=1e-5, atol=2e-6)
+
+
+def _right(rank: int, wrap: str, packing: Any, world_size: int) -> None:
+    plain = _truth(packing)
+    model = _sharded(Stack(), wrap, reshard=ReshardPolicy(frozen="packed", packing=packing))
+    _train((plain, model), rank, world_size, range(2))
+    _compare(plain, model)
+    facts = summary(model).units
+    assert sum(unit.parameters for unit in facts) == sum(p.numel() for p in plain.parameters())
+    with OperationCounter(world_size) as counter:
+        _loss(model, 1).backward()
+    rest = sum(p.numel() for p in plain.parameters() if p.shape != (WIDTH, WIDTH))
+    packed = (LAYERS + 1) * (WIDTH + 1) * (64 if packing == "int8" else 36)  # a row is one block
+    most = 2 * packed + 4 * 4.2 * rest  # gathered twice; the rest is mostly trained, and reduced
+    assert counter.sent <= most * (world_size - 1) / world_size, (counter.sent, most)
+    before = _summoned(model)
+    with sharding_of(model).summon_full_params():  # written back as it was
+        pass
+    torch.testing.assert_close(_summoned(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
+def test_packed_weights_are_what_they_stand_for(wrap: str) -> None:
+    for world_size, packing in ((2, "int8"), (2, "nf4"), (3, "int8")) if wrap == "FSDP" else ((2, "int8"),):
+        rank_pool(world_size).run(_right, wrap, packing, world_size)
+    if wrap == "fully_shard":
+        rank_pool(1).run(_right, wrap, "nf4", 1)
+
+
+def _in_other_ways(rank: int) -> None:
+    reshard = ReshardPolicy(frozen="packed")
+    plain, model = _truth("int8"), _sharded(Stack(), "FSDP", reshard=reshard)
+    _train((plain, model), rank, 2, range(1))
+
+    # a full state dict has values; loading packs them again
+    state = model.state_dict()
+    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-5, atol=2e-6)
+    other = {n: v * 1.5 for n, v in Stack().state_dict().items()}
+    model.load_state_dict(other)
+    plain.load_state_dict(
+        {n: _rounded(v, "int8") if v.shape == (WIDTH, WIDTH) else v for n, v in other.items()}
+    )
+    _train((plain, model), rank, 2, range(1, 2))
+    _compare(plain, model)
+
+    # a row that was written is packed again, others stay
+    with torch.no_grad(), sharding_of(model).summon_full_params():
+        model.layers[0].base.weight[1] = torch.linspace(-1, 1, WIDTH)  # type: ignore[union-attr,operator,index]
+    with torch.no_grad():
+        plain.layers[0].base.weight[1] = _rounded(torch.linspace(-1, 1, WIDTH)[None], "int8")[0]  # type: ignore[union-attr,index]
+    _compare(plain, model)
+
+    # copies, training checkpoints and exports
+    torch.testing.assert_close(_loss(copy.deepcopy(model), 3), _loss(plain, 3))
+    exported = dict(sharding_of(model).export())
+    torch.testing.assert_close(exported, dict(plain.state_dict()), rtol=1e-5, atol=2e-6)
+    folder = sharding_of(model)._state.group.broadcast_object(tempfile.mkdtemp() if rank == 0 else "", 0)
+    shardkit.save_training(folder, step=0, model=model)
+    again = _sharded(Stack(), "fully_shard", reshard=reshard)
+    shardkit.restore_training(folder, model=again)
+    _compare(plain, again)
+
+    # in other dtypes
+    half = _sharded(
+        Stack(), "fully_shard", reshard=reshard, precision=shardkit.PrecisionPolicy(torch.bfloat16)
+    )
+    out = _loss(half, 3)
+    out.backward()
+    assert abs(float(out) - float(_loss(_truth("int8"), 3))) < 0.05
+    with sharding_of(half).summon_full_params():
+        assert half.layers[0].base.weight.dtype == torch.float32  # type: ignore[union-attr]
+        torch.testing.assert_close(_loss(half, 3), out)
+
+    masters = _sharded(Stack(), "fully_shard", reshard=reshard, offload=shardkit.OffloadPolicy(masters=True))
+    torch.testing.assert_close(_loss(masters, 3), _loss(_truth("int8"), 3))
+
+    # for good
+    with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
+        half.requires_grad_(True)
+    half.requires_grad_(False)
+    leaf = model.layers[0].base.weight  # type: ignore[union-attr]
+    leaf.requires_grad_(True)  # type: ignore[operator]
+    with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
+        _loss(model, 0)
+
+
+def test_packed_weights_are_loaded_saved_and_not_trained() -> None:
+    rank_pool(2).run(_in_other_ways)
+    with pytest.raises(ConfigurationError, match="'int8' or 'nf4'"):
+        ReshardPolicy(packing="int3")  # type: ignore[arg-type]
