@@ -40,7 +40,7 @@ from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, S
 from ..layout import ShardLayout, in_runs
 from ..policy import OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
-from ..reduction.ordered import check_order, refuse_other
+from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
@@ -405,7 +405,7 @@ def _check(found: Found) -> DeviceMesh | None:
     )
     check_order(options.reduce, group.world_size, found.modules)
     if state.replicas is not None and state.replicas.world_size > 1:
-        refuse_other(options.reduce, "replicas, whose sums are formed apart; shard over all ranks")
+        refuse_replicas(options.reduce, group, state.replicas)
     if mesh_of(found.originals) is not None:
         refuse_other(
             options.reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up"

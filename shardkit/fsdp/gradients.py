@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import final
@@ -168,14 +169,16 @@ class GradientPack(ABC):
             with self._flat.ranges.reduce_wait():
                 work.wait()
             self._arrived()
-        if self.replicas is not None:
-            self._average(result, self.replicas)
+        replicas = self.replicas
+        if replicas is not None:
+            result = self._average(result, replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
         if not had_all:
             had = self._anywhere(had, result)
-        if self._microbatches and self._group.world_size > 1:
-            self.arrive_in_order(had, list(contributions(result, self._group.world_size)), had_all)
+        ranks = self._group.world_size * (1 if replicas is None else replicas.world_size)
+        if self._microbatches and ranks > 1:
+            self.arrive_in_order(had, list(contributions(result, ranks)), had_all)
         elif self._flat.store.landing is not None:
             self.arrive(had, result, had_all)
         elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
@@ -274,7 +277,14 @@ class GradientPack(ABC):
         if False not in unused:
             self._flat.param.grad = None
 
-    def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> None:
+    def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> torch.Tensor:
+        if self._microbatches and isinstance(replicas, Group):
+            everything = result.new_empty(
+                replicas.world_size * result.numel()
+            )  # their sums are another order's
+            with self._flat.ranges.replicas():
+                replicas.all_gather_into(everything, result, label=f"gradients of {self._flat.label}").wait()
+            return everything
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
@@ -282,6 +292,7 @@ class GradientPack(ABC):
             replicas.all_reduce(
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()
+        return result
 
 
 class StoredPack(GradientPack):
@@ -506,6 +517,8 @@ def pack_for(
     group = flat.group.channel("gradients")
     has_replicas = replicas is not None and replicas.world_size > 1
     blocks = None
+    if replicas is not None and reduce.order is not None:
+        reduce = replace(reduce, microbatches=microbatches(reduce, group.world_size * replicas.world_size))
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     if group.world_size > 1 and not has_replicas and blocks is not None:

@@ -527,7 +527,10 @@ def rounds_of(units: Sequence[Unit]) -> Rounds | None:
         ConfigurationError: it is not the same for all of them.
     """
     trained = [unit for unit in units if unit.flats]
-    counts = {(microbatches(u.reduce, w), w) for u in trained for w in [u.flats[0].group.world_size]}
+    ranks = [
+        u.flats[0].group.world_size * (1 if u.replicas is None else u.replicas.world_size) for u in trained
+    ]
+    counts = {(microbatches(u.reduce, w), w) for u, w in zip(trained, ranks, strict=True)}
     if all(count == 0 for count, _ in counts):
         return None
     if len(counts) > 1:

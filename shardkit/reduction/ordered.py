@@ -64,6 +64,17 @@ def refuse_local(reduce: ReducePolicy, what: str = "no_sync()") -> None:
         )
 
 
+def refuse_replicas(reduce: ReducePolicy, group: Group, replicas: Group) -> None:
+    """Raises ConfigurationError unless ranks are numbered replica by replica, as their contributions arrive."""
+    if not group.backend.has_storage:
+        refuse_other(reduce, "replicas on XLA; shard over all ranks")
+    for ranks, step in ((group.ranks, 1), (replicas.ranks, group.world_size)):
+        if tuple(ranks) != tuple(range(ranks[0], ranks[0] + len(ranks) * step, step)):
+            refuse_other(
+                reduce, "replicas whose shards are not on consecutive ranks, as hybrid_groups has them"
+            )
+
+
 def refuse_other(reduce: ReducePolicy, what: str) -> None:
     """Raises ConfigurationError for what changes gradients by the number of ranks."""
     if reduce.order is not None:

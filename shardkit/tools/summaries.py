@@ -109,7 +109,9 @@ def summary(model: nn.Module) -> Summary:
     group = states[0].group
     kind = type(states[0].module).__name__
     title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
-    title += _order(states[0].options.reduce, group.world_size)
+    replicas = states[0].replicas
+    ranks = group.world_size * (1 if replicas is None else replicas.world_size)
+    title += _order(states[0].options.reduce, ranks)
     return Summary(title, units, _warnings(units, group.world_size))
 
 

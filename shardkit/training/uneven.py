@@ -47,10 +47,7 @@ class _FSDPFollower:
         rounds: counts backwards of a step, where the order of sums is fixed.
         flats: what is sharded.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
-        counts_local: ``state`` counts backwards inside of ``no_sync``, too.
     """
-
-    counts_local = True
 
     def __init__(self, state: ShardingState) -> None:
         wake(state)
@@ -118,7 +115,6 @@ class _ShardedDDPFollower:
     """Answers the same of ShardedDDP."""
 
     has_order = all_have_order = True  # the buckets'
-    counts_local = False
     flats: Sequence[FlatParam] = ()
 
     def note_order(self) -> None:
@@ -308,7 +304,7 @@ class uneven:
         self._weight = 1.0
         self._total += 1.0
         local = self._by.state.accumulating
-        self._forwards += self._by.counts_local or not local
+        self._forwards += not (local and isinstance(model, ShardedDDP))  # which does not count such backwards
         self._kept_local = self._kept_local or local
         if not self._once:
             self._tell([1, local, 0, 0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,16 @@ from shardkit import (
     ShardedDDP,
     WholeParameters,
     fully_shard,
+    hybrid_groups,
     sharding_of,
 )
 from shardkit.backends.simulated import SimulatedBackend
 from shardkit.checkpoint.tools import compare, open_checkpoint
+from shardkit.errors import RankFailedError
 from shardkit.reduction.norms import clip_by_global_norm
-from shardkit.training.data import GlobalBatchSampler
+from shardkit.training.data import GlobalBatchSampler, seed_generators
 from tests.fsdp_models import WIDTH, Adapted, Recurrent, Tied
-from tests.pools import on_ranks, rank_pool
+from tests.pools import on_ranks, rank_pool, run_once
 
 K = 24
 
@@ -102,9 +106,12 @@ class Run:
     """A model and its optimizer under a strategy."""
 
     def __init__(self, family: str, strategy: str, optimizer: str = "adamw", **policy: Any) -> None:
-        torch.manual_seed(5)
+        seed_generators(5)
         inner = FAMILIES[family]()
         reduce = ReducePolicy(**{"order": "fixed", "microbatches": K, **policy})
+        where: Any = {}
+        if strategy == "hybrid":
+            where["group"], where["replicas"] = hybrid_groups(2)
         kind, options = OPTIMIZERS[optimizer]
         self.inner, self.optimizer, self.model = inner, None, inner
         if strategy == "sharded_ddp":
@@ -120,8 +127,8 @@ class Run:
                 if any(True for _ in m.parameters()) and not isinstance(m, nn.ModuleList) and family != "tied"
             ]
             for m in whole if strategy != "rows" else ():
-                fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors")
-            fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors")
+                fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors", **where)
+            fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors", **where)
         if strategy == "whole":
             self.optimizer = WholeParameters(self.model, torch.optim.Muon, lr=0.02)
         else:
@@ -213,34 +220,53 @@ def test_microbatches_that_ranks_cant_share(strategy: str) -> None:
             assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == plain
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_over_gloo(world: int) -> None:
     """Processes; DTensors too, whose norm torch's clipping takes."""
-    options: dict[str, Any] = {"clip": 0.2, "count": 6, "last": 9}
+    options: dict[str, Any] = {"clip": 0.2, "count": 12, "last": 4}
     plain = _ranks(1, "simulated", "transformer", "units", **options)
     for strategy in ("units", "dtensors", "sharded_ddp"):
         assert _ranks(world, "gloo", "transformer", strategy, torchs=True, **options) == plain
 
 
-def test_a_training_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """7 steps on 1 rank are 3 on 4, 2 on 3 and 2 on 2, and leave the same checkpoint."""
-    alone, moved = tmp_path / "alone", tmp_path / "moved"
-    for strategy in ("units", "sharded_ddp"):
-        for folder in (alone, moved):
-            folder.mkdir()
-        whole = _ranks(1, "simulated", "dropped", strategy, last=7, clip=0.5, folder=str(alone))
-        told: list[object] = []
-        for world, first, last in ((4, 0, 3), (3, 3, 5), (2, 5, 7)):
-            found = _ranks(
-                world, "simulated", "dropped", strategy, first=first, last=last, clip=0.5, folder=str(moved)
-            )
-            told += found[:-1]
-        assert [*told, found[-1]] == whole
-        found_there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
-        assert found_there.differences == []
-        assert found_there.tensors > 10
-        for folder in (alone, moved):
-            folder.rename(folder.with_name(f"{folder.name}_{strategy}"))
+def _killed(rank: int, args: tuple[Any, ...], options: dict[str, Any], told: str) -> None:
+    """One rank is lost in the step after those."""
+    found = train(rank, 4, *args, **options)
+    if rank == 0:
+        torch.save(found[:-1], told)
+    run = Run(*args, microbatches=options["count"])
+    shardkit.restore_training(options["folder"], model=run.model, optimizer=run.optimizer)
+    run.backward(rank, 1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.backward(4 + rank, 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "ends"),
+    [("units", "adamw", (13, 27, 40)), ("sharded_ddp", "sgd", (2, 4, 6)), ("whole", "adamw", (2, 4, 6))],
+)
+def test_a_training_goes_on_with_other_ranks(
+    tmp_path: Path, strategy: str, optimizer: str, ends: tuple[int, int, int]
+) -> None:
+    """40 steps on 1 rank are 13 on 4, one of which is killed, 14 on 3 and 13 on 2, and leave the same checkpoint."""
+    alone, moved, notes = (tmp_path / name for name in ("alone", "moved", "notes"))
+    alone.mkdir()
+    moved.mkdir()
+    args = ("dropped", strategy, optimizer)
+    options: dict[str, Any] = {"clip": 0.5, "count": 12}
+    whole = _ranks(1, "simulated", *args, **options, last=ends[-1], folder=str(alone))
+    options["folder"] = str(moved)
+    with pytest.raises(RankFailedError):
+        run_once(4, "gloo", _killed, args, {**options, "last": ends[0]}, str(notes))
+    told = torch.load(notes)
+    for world, first, last in ((3, *ends[:2]), (2, *ends[1:])):
+        found = _ranks(world, "gloo", *args, **options, first=first, last=last)
+        told += found[:-1]
+    assert [*told, found[-1]] == whole
+    there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
+    assert there.differences == []
+    assert there.tensors > 10
 
 
 # ------------------------------------------------------------ norms
@@ -349,8 +375,8 @@ def test_what_is_refused() -> None:
 @on_ranks((4, "simulated"))
 def test_replicas_are_refused(rank: int) -> None:
     backend = SimulatedBackend()
-    shards, replicas = shardkit.hybrid_groups(2, backend=backend)
-    with pytest.raises(ConfigurationError, match="replicas"):
+    replicas, shards = shardkit.hybrid_groups(2, backend=backend)
+    with pytest.raises(ConfigurationError, match="not on consecutive ranks"):
         fully_shard(
             nn.Linear(2, 2),
             group=shards,
@@ -358,6 +384,18 @@ def test_replicas_are_refused(rank: int) -> None:
             reduce=ReducePolicy(order="fixed"),
             backend=backend,
         )
+
+
+def test_replicas() -> None:
+    """Two and three of two shards; ranks without a gradient hear of the others', and some have no micro-batch left."""
+    for family, options in (
+        ("routed", {"torchs": True}), ("adapted", {"dtype": torch.bfloat16}), ("mlp", {"uneven": True, "count": 7})
+    ):  # fmt: skip
+        options |= {"clip": 0.3}
+        plain = _ranks(1, "simulated", family, "units", **{**options, "uneven": False})
+        for world in (4, 6):
+            assert _ranks(world, "simulated", family, "hybrid", **options) == plain
+    assert _ranks(4, "gloo", "mlp", "hybrid", **options) == plain
 
 
 # ------------------------------------------------------------ micro-batches
