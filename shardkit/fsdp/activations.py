@@ -38,7 +38,10 @@ class _Storage:
 
     def __init__(self, backend: Backend, tensor: torch.Tensor) -> None:
         self._backend, self._device = backend, tensor.device
-        self._bytes: torch.Tensor | None = _bytes_of(tensor)
+        memory = tensor.untyped_storage()
+        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            memory
+        )
         self.views: list[tuple[torch.Tensor, int]] = []
         self.uses = self._given = 0
         self._host = torch.empty(0, device="cpu")
@@ -88,10 +91,6 @@ class _Storage:
         if self._given == self.uses:  # a second backward takes it from the host again
             self._given, self._bytes = 0, None
         return given
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class _Saved(NamedTuple):

@@ -15,7 +15,6 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..optimizers.shards import listing_of
 from .flat_param import FlatParam
-from .landing import Landing
 
 
 @contextlib.contextmanager
@@ -76,7 +75,6 @@ class _StepsByUnit:
         self._parts = {
             flat: _part_of(optimizer, params) for flat, params in found.items() if flat is not None
         }
-        self._landings: list[Landing] = []
         self._stepped: set[FlatParam] = set()
         if not self._parts:
             raise ConfigurationError(
@@ -103,13 +101,12 @@ class _StepsByUnit:
                 group.update({name: value for name, value in given.items() if name != "params"})
             if (landing := flat.store.landing) is not None:
                 landing.then = partial(self._step, flat)
-                self._landings.append(landing)
 
     def end(self) -> None:
         """Gradients are the program's again."""
-        landings, self._landings = self._landings, []
-        for landing in landings:
-            landing.then = None
+        for flat in self._parts:
+            if (landing := flat.store.landing) is not None:
+                landing.then = None
 
     def _step(self, flat: FlatParam) -> None:
         if flat in self._stepped:

@@ -50,10 +50,6 @@ class Mirrored(Stored):
         self._copied: tuple[int, int] | None = None  # version and memory of the shard that it is a copy of
         self._work: Copy = DONE
 
-    def attach(self) -> None:
-        super().attach()
-        self.forget_copy()
-
     def forget_copy(self) -> None:
         self._copied = None
 
