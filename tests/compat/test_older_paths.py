@@ -34,10 +34,16 @@ MOVED = {
 }  # fmt: skip
 
 # Modules that fairscale's packages have as attributes, for they import them.
-ATTRIBUTES = (
-    "internal.containers optim.grad_scaler nn.checkpoint.checkpoint_activations nn.pipe.skip.namespace nn.moe.moe_layer "
-    "nn.data_parallel.fsdp_optim_utils nn.misc.param_bucket nn.model_parallel.initialize"
-).split()
+ATTRIBUTES = [
+    "internal.containers",
+    "nn.checkpoint.checkpoint_activations",
+    "nn.data_parallel.fsdp_optim_utils",
+    "nn.misc.param_bucket",
+    "nn.model_parallel.initialize",
+    "nn.moe.moe_layer",
+    "nn.pipe.skip.namespace",
+    "optim.grad_scaler",
+]
 
 
 @pytest.mark.parametrize("old", MOVED)
