@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -194,6 +195,17 @@ class FullyShardedDataParallel(OptimizerStates):
                 if with_grads:
                     stack.enter_context(whole_gradients(m._state.flats, writeback))
             yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See :meth:`shardkit.FSDP.clip_grad_norm_`; warns where this rank has no gradients, as torch's does."""
+        norm = super().clip_grad_norm_(max_norm, norm_type)
+        if not self.params_with_grad:
+            warnings.warn(
+                f"Called FSDP.clip_grad_norm_() on rank {self._state.group.rank} with no gradients -- returning the "
+                f"total norm in the default dtype {norm.dtype}",
+                stacklevel=2,
+            )
+        return norm
 
     # ------------------------------------------------------------ state dicts
     def state_dict(self, *args: Tree, **kwargs: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -94,6 +95,7 @@ class OptimizerStates(TorchFacts):
         group: ProcessGroup = None,
     ) -> StateDict:
         """Returns :meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
+        _warn_of(optim_input)
         return _full(model, optim, None, rank0_only, True)
 
     @staticmethod
@@ -186,7 +188,10 @@ def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
 
 
 def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
-    return _part(model, optim, state.get("param_groups", ()), from_state(_plain(state["state"])))
+    part = _part(model, optim, state.get("param_groups", ()), from_state(_plain(state["state"])))
+    if "param_groups" not in state:  # whoever left them out has them
+        del part["param_groups"]
+    return part
 
 
 def _plain(state: SavedState) -> StateDict:
@@ -251,8 +256,15 @@ def _from_rank_0(
     return _part(model, optim, groups, from_rank_0(_plain((mine or {}).get("state", {})), ranks))
 
 
+def _warn_of(optim_input: OptimInput | None) -> None:
+    if optim_input is not None:
+        text = "The `optim_input` argument is deprecated. Pass the optimizer as `optim` instead"
+        warnings.warn(text, FutureWarning, stacklevel=4)
+
+
 def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
     """Returns the optimizer, or one that stands for the parameters which an optimizer was given."""
+    _warn_of(optim_input)
     if optim is not None:
         return optim
     given = [*model.parameters()] if optim_input is None else [*optim_input]

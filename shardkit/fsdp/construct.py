@@ -678,6 +678,8 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
 def wake(state: ShardingState) -> None:
     """Makes states that were copied, of a unit and of those below it, work: groups, units, memory to gather into.
 
+    Of other states it takes the parameters that were put in place of those that are listed.
+
     Raises:
         ConfigurationError: it is a shard of another number of ranks.
     """
@@ -688,6 +690,12 @@ def wake(state: ShardingState) -> None:
 
 
 def _wake(state: ShardingState) -> None:
+    if (
+        "borrowed" not in state.__dict__
+    ):  # it is no copy: other parameters were put in place of the listed ones
+        state.is_asleep = False
+        end_move(state)
+        return
     for owner in owners_of(state.__dict__["borrowed"]):
         if owner.is_asleep:
             _wake(owner)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
 
-_grad_of, _address_of = attrgetter("grad"), torch.Tensor.data_ptr
+_grad_of, _address_of, _local_of = attrgetter("grad"), torch.Tensor.data_ptr, attrgetter("_local_tensor")
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -223,7 +223,10 @@ class RegisteredShards:
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
         """Whether nobody has replaced the memory of a registered parameter."""
-        return not self._addresses or list(map(_address_of, self._locals)) == self._addresses
+        now = (
+            map(_local_of, self.params) if self.are_dtensors else self._locals
+        )  # torch swaps what is in a DTensor
+        return not self._addresses or list(map(_address_of, now)) == self._addresses
 
     def are_alike(self) -> bool:
         """Whether what modules list now is of one dtype and device: not while some of several modules have moved."""

@@ -142,7 +142,7 @@ class ShardingState:
         is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
         state_is_local: state dicts hold shards.
         is_unsharded: summoned until the next forward.
-        is_asleep: it was copied, and has no groups yet.
+        is_asleep: it was copied, and has no groups yet; or other parameters were put in place of those it lists.
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.

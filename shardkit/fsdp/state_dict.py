@@ -382,12 +382,13 @@ def flat_shards(
         before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for name, info in entry["params"].items():
             key, shards = before + name, list[tuple[Tree, int]]()
+            whole = ShardLayout(tuple(info["numels"]), 1, starts=info.get("starts")).numel
             for weights, meta in zip(shard_weights, shard_metadata, strict=True):
                 if key not in shard_weights[0]:
                     break
                 numel = math.prod(weights[key].shape)
                 shards.append((weights[key], numel - meta["param_metadata"][k]["params"][name]["padding"]))
-                if entry["no_broadcast_optim_state"] or shards[0][1] == sum(info["numels"]):
+                if entry["no_broadcast_optim_state"] or shards[0][1] == whole:
                     break
             yield before, key, info, shards
 

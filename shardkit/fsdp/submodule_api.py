@@ -36,7 +36,7 @@ from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .originals import ReleasedParameter, managing, refuse_copy
 from .registered import ORDER, Registered, hidden, written_names
-from .state import ShardingState, clean
+from .state import ShardingState, clean, owners_of
 
 
 class Answer:
@@ -286,7 +286,7 @@ def _watch() -> None:
 
 
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if child is None or parent not in _taken:
+    if child is None or parent not in _taken or parent._modules.get(name) is child:
         return
     new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
     for path, m in new:
@@ -303,14 +303,35 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
         return None
     before = parent._parameters.get(name)
     listing = None if before is None else listing_of(before)
-    if listing is not None and is_dtensor(listing.param) and is_collecting():  # load_state_dict(assign=True)
-        return _assigned(listing, param)
+    if listing is not None and is_dtensor(listing.param):
+        if is_collecting():  # load_state_dict(assign=True)
+            return _assigned(listing, param)
+        if _takes_place(listing, param):
+            return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
         return None  # torch puts back what it replaced for a call; the next forward hides it again
     if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
         raise ConfigurationError(_too_late(parent, name))
     return None
+
+
+@torch.no_grad()
+def _takes_place(listing: Registered, values: Tree) -> bool:
+    """Whether another DTensor may be listed from now on: until the first forward, which takes it."""
+    own: Tree = listing.param
+    owners = owners_of([listing.flat])
+    if (
+        not is_dtensor(values)
+        or (values._spec, values.dtype, values.device) != (own._spec, own.dtype, own.device)
+        or len(listing.places) > 1
+        or any(state.engine is not None for state in owners)
+    ):
+        return False
+    own.copy_(values)
+    for state in owners:
+        state.is_asleep = True
+    return True
 
 
 @torch.no_grad()

@@ -31,8 +31,8 @@ def shards_and_replicas_of(
     _check(mesh, group if replicas is None else replicas)
     if mesh.ndim > 2:
         raise ConfigurationError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: parameters are sharded over one, or over "
-            "the last of two with replicas along the first. Pass the dimensions that are for data, as in "
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: parameters are sharded over one dimension, or "
+            "over the last of two with replicas along the first. Pass the dimensions that are for data, as in "
             'mesh["dp"] or mesh["dp_replicate", "dp_shard"]'
         )
     if mesh.ndim == 1:

@@ -277,22 +277,26 @@ def _lacking(rank: int, world_size: int) -> None:
 
 
 def _as_torch_has_it(rank: int, world_size: int) -> None:
-    """What the user passed stays as it was; state dicts are equal to torch's; there may be no groups."""
+    """What the user passed stays as it was; state dicts are equal to torch's, and without groups where these are."""
     plain, plain_optimizer = one_process(world_size)
     model, optimizer, _ = trained(FSDP, rank)
     found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     groups: list[Any] = [{"params": [*model.parameters()], "betas": (0.9, 0.99)}]
-    FSDP.shard_full_optim_state_dict(found, model, optim_input=groups)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.shard_full_optim_state_dict(found, model, optim_input=groups)
     of_plain: list[Any] = [{"params": [*plain.parameters()]}]
-    FSDP.rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, plain, optim_input=of_plain)
+    with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+        FSDP.rekey_optim_state_dict(found, OptimStateKeyType.PARAM_ID, plain, optim_input=of_plain)
     assert [*groups[0], *of_plain[0]] == ["params", "betas", "params"]
     theirs = plain_optimizer.state_dict()["param_groups"][0]
     own = optimizer.state_dict()
     assert {**own["param_groups"][0], "params": theirs["params"]} == theirs
     without = FSDP.optim_state_dict(model, optimizer, {"state": own["state"]})
     assert without.keys() == {"state"}
+    to_load = FSDP.optim_state_dict_to_load(model, optimizer, without)
+    assert to_load.keys() == {"state"}
     for part in (
-        FSDP.optim_state_dict_to_load(model, optimizer, without),
+        {**to_load, "param_groups": own["param_groups"]},
         FSDP.scatter_full_optim_state_dict(without if rank == 0 else None, model, optim=optimizer),
     ):
         optimizer.load_state_dict(part)

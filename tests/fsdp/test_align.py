@@ -91,6 +91,18 @@ def test_checkpoints_of_all_alignments_are_one() -> None:
         torch.testing.assert_close(joined, dict(full), rtol=0, atol=0)
 
 
+def _small_gaps(rank: int) -> tuple[Any, Any, Any]:
+    model: Any = shardkit.FSDP(nn.Linear(3, 1), align=4)
+    return model.local_state_dict(), model.local_metadata_dict(), dict(model.state_dict())
+
+
+def test_a_shard_as_long_as_all_parameters_is_not_taken_for_all() -> None:
+    (first, meta, full), second = rank_pool(2).run(_small_gaps)
+    assert first["flat_param_0"].numel() == 4  # 3 + 1, which lie at 0 and at 4
+    joined = shardkit.FSDP.consolidate_shard_weights([first, second[0]], [meta, second[1]])
+    torch.testing.assert_close(joined, full, rtol=0, atol=0)
+
+
 @on_ranks(2)
 def test_shards_of_another_alignment_are_refused(rank: int) -> None:
     model: Any = _trained("rows", steps=0)[0]

@@ -316,6 +316,28 @@ def test_loading_by_assignment(rank: int) -> None:
         filled(_batch(0, rank)).sum().backward()
         optimizer.step()
         assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
+    _replaced(rank)
+
+
+def _replaced(rank: int) -> None:
+    """As code for start values does it before the first forward."""
+    one, model = Scaled(False), fully_shard(Scaled(False), dtensors=True)
+    for m in (one, model):
+        m.head.weight = nn.Parameter(m.head.weight.detach() * 2)
+        with torch.no_grad():
+            m.head.weight.add_(1)
+    for m in (one, model):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        m(_batch(0, 0)).square().mean().backward()
+        optimizer.step()
+    _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
+    with pytest.raises(ConfigurationError, match="'weight' is put into"):
+        model.head.weight = nn.Parameter(model.head.weight * 2)
+    for m in (one, model):  # a module inside gets other memory
+        m.head.to_empty(device="cpu")
+        for p in m.head.parameters():
+            nn.init.constant_(p, 0.25)
+    torch.testing.assert_close(model(_batch(0, rank)), one(_batch(0, rank)))
 
 
 @on_ranks(2)

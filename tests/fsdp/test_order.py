@@ -66,7 +66,16 @@ class Spared(nn.Module):
 Doors = Sequence[Callable[..., nn.Module] | None]  # of each root; None: ShardedDDP
 
 
-def _roots_of_one_backward(rank: int, world_size: int, doors: Doors, how: str) -> None:
+NESTED = (
+    "",
+    "spared",
+    "",
+)  # rank 1's forwards: of the discriminator, of the generator inside, of the discriminator again
+
+
+def _roots_of_one_backward(
+    rank: int, world_size: int, doors: Doors, how: str, around: tuple[str, str, str] = NESTED
+) -> None:
     plain = nn.ModuleList([build(Spared) for _ in doors])
     roots = copy.deepcopy(plain)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
@@ -83,7 +92,8 @@ def _roots_of_one_backward(rank: int, world_size: int, doors: Doors, how: str) -
         xs = batch(step, world_size)
         for r, models in [*((r, plain) for r in range(world_size)), (rank, roots)]:
             if how == "around":  # as a discriminator's forwards are around its generator's
-                outs = [models[0](xs[r], ""), models[0](models[1](xs[r], "spared" if r else "") + 1, "")]
+                first, inside, again = around if r else ("", "", "")
+                outs = [models[0](xs[r], first), models[0](models[1](xs[r], inside) + 1, again)]
                 outs += [m(xs[r], "") for m in models[2:]]
             else:
                 outs = [m(xs[r], how if k != 1 and r == k // 2 else "") for k, m in enumerate(models)]
@@ -110,6 +120,22 @@ def test_roots_of_which_one_rank_lacks_gradients() -> None:
 def test_a_discriminator_around_its_generator() -> None:
     for doors in ((FSDP, FSDP, None), *MIXED):
         rank_pool(2, "simulated").run(_roots_of_one_backward, 2, doors, "around")
+
+
+def _or_out_of_step(rank: int, world_size: int, doors: Doors, around: tuple[str, str, str]) -> bool:
+    try:
+        _roots_of_one_backward(rank, world_size, doors, "around", around)
+    except OutOfStepError:
+        return False
+    return True
+
+
+def test_forwards_that_do_not_nest_and_a_rank_without_all_gradients() -> None:
+    """Right, or refused on all ranks: a rank that also ends its backward early may send in another order."""
+    for doors in ((FSDP, FSDP), (FSDP, None), (None, FSDP)):
+        for around, is_right in ((("cut", "cut", ""), True), (("", "cut", "cut"), False)):
+            ranks = run_once(2, "simulated", _or_out_of_step, 2, doors, around)
+            assert ranks == [is_right, is_right], (doors, around)
 
 
 class Halves(nn.Module):

@@ -359,7 +359,7 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"mesh": flat, "group": dist.group.WORLD}, "both mesh and a group"),
         ({"mesh": dist.group.WORLD}, "pass a torch.distributed.device_mesh"),
-        ({"mesh": deep}, "3 dimensions"),
+        ({"mesh": deep}, "expects a 1D or 2D DeviceMesh but got DeviceMesh"),
         (
             {"reshard_after_forward": True, "reshard": ReshardPolicy()},
             "both reshard_after_forward and reshard",
