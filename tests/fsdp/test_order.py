@@ -21,11 +21,12 @@ from tests.pools import on_ranks, rank_pool, run_once
 
 
 class Cut(nn.Module):
-    """Where told, backward ends behind the first two layers."""
+    """Where told, backward ends behind the first two parts, each of which is gathered by itself: they are large."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        parts = [nn.Sequential(nn.Linear(WIDTH, 1500), nn.Linear(1500, WIDTH)) for _ in range(3)]
+        self.first, self.second, self.last = parts
         self.cut = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
