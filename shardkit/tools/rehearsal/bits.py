@@ -124,7 +124,9 @@ def parts_of(optimizer: Optimizer) -> Parts:
                         raise ConfigurationError(
                             f"bits of {name!r}, which is not cut between its rows, can't be told"
                         )
-                    whole = ".".join(filter(None, (listing.path, listing.names[item])))
+                    whole = ".".join(
+                        filter(None, (listing.flat.path_of(listing.first + item), listing.names[item]))
+                    )
                     found[whole] = RankPart(
                         start, listing.layout.numels[item], values[offset : offset + numel]
                     )
