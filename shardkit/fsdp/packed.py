@@ -7,7 +7,8 @@ bytes, [R, K * bytes of a block]: a row is blocks of codes with a scale, so that
 weights too, and what they stand for does not depend on how many ranks there are. All that moves, cuts, saves or
 restores shards sees a parameter of these bytes. What modules compute with is made of them when a unit is gathered, in
 memory of its own; the bytes that were gathered are gone then. Values that are written in ``summon_full_params`` or
-loaded are packed again, and rows that nobody changed keep their bytes.
+loaded are packed again. Of a block that nobody changed that gives the same codes and scale: its largest number is the
+largest code times the scale, also where it was rounded to the parameter's dtype.
 """
 
 from __future__ import annotations
@@ -141,7 +142,6 @@ class PackedWeight(OriginalParameter):
         self._format = NormalFloats() if packing == "nf4" else BlockFormat(torch.int8, block)
         self._blocks = self._format.blocks_of(self._row)  # K
         self.shape = torch.Size((len(param), self._blocks * self._format.nbytes))
-        self._bytes: torch.Tensor | None = None  # what its values were made of, while they are summoned
 
     @property
     def written(self) -> torch.Size:
@@ -149,17 +149,13 @@ class PackedWeight(OriginalParameter):
 
     @property
     def values(self) -> torch.Tensor:
-        """Returns its rows of bytes: of rows that nobody changed, those that were there."""
+        """Returns its rows of bytes."""
         values = self.param.data.reshape(-1, self._row)
-        made = values.new_empty(self.shape, dtype=torch.uint8)
-        if values.is_meta:
-            return made
-        padded = pad(values, (0, self._blocks * self._format.numel - self._row))
-        self._format.encode(padded.view(-1), made.view(-1, self._format.nbytes))
-        if self._bytes is None:
-            return made
-        before = self.unpack(self._bytes, torch.empty_like(values))
-        return torch.where((before == values).all(1, keepdim=True), self._bytes, made)
+        made = values.new_zeros(self.shape, dtype=torch.uint8)  # blocks have bytes that nobody writes
+        if not values.is_meta:
+            padded = pad(values, (0, self._blocks * self._format.numel - self._row))
+            self._format.encode(padded.view(-1), made.view(-1, self._format.nbytes))
+        return made
 
     @torch.no_grad()
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -169,9 +165,7 @@ class PackedWeight(OriginalParameter):
 
     def assign(self, values: torch.Tensor) -> None:
         """Makes these its values from now on, or what these bytes stand for, in its own dtype."""
-        self._bytes = None
         if values.dtype is torch.uint8:
-            self._bytes = values.view(self.shape)
             values = self.unpack(values, values.new_empty(self._written.numel(), dtype=self.dtype))
         self.param.data = values.view(self._written)
 
