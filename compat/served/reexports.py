@@ -25,10 +25,12 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "fair_dev.testing.golden_testing_data": "fair_dev.testing.testing",
     "fair_dev.testing.models": "fair_dev.testing.testing",
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
@@ -103,7 +105,6 @@ REEXPORTED = {
     "internal: torch_version; model_parallel.groups: destroy_model_parallel, initialize_model_parallel",
     "fair_dev.testing.testing_memory": "fair_dev.testing.testing: find_tensor_by_shape",
     "internal.object": "internal.containers: pyobject_to_tensor, tensor_to_pyobject",
-    "internal.params": "internal.containers: recursive_copy_to_device",
     "internal.state_dict": "internal.containers: find_module_instances, replace_by_prefix_",
     "internal.version": "internal: torch_version",
     "nn.auto_wrap":
@@ -240,7 +241,6 @@ REEXPORTED = {
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.containers: recursive_copy_to_device; internal.params: "
     "calc_grad_norm",
-    "optim.utils": "internal.params: Workhandle, calc_grad_norm, get_global_rank",
     "training_checkpoints.handles": "checkpoint.background: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }

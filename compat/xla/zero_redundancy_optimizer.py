@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.internal.averaging import average_gradients
+from shardkit.internal.params import average_gradients
 from shardkit.optimizer_state.kinds import to_cpu
 from shardkit.oss.optimizer import OSS
 from shardkit.oss.placement import split_state

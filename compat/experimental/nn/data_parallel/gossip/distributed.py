@@ -27,7 +27,7 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
 
     After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
     every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps; SGP (stochastic gradient push) averages
-    with some peers in every step. Slow momentum is :class:`.slow_momentum.SlowMomentum`.
+    with some peers in every step. Slow momentum is :class:`.data_parallel.SlowMomentum`.
 
     Where it departs from fairscale's:
 
