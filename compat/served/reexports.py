@@ -181,11 +181,11 @@ REEXPORTED = {
     "Checkpointing; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: "
     "PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: Batch",
     "nn.pipe.balance":
-    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time; pipeline.balance: "
-    "profile_sizes, profile_times; pipeline.pipe: Device",
-    "nn.pipe.balance.blockpartition": "pipeline.balance: solve",
+    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, "
+    "profile_times; pipeline.pipe: Device",
+    "nn.pipe.balance.blockpartition": "nn.pipe.parts: solve",
     "nn.pipe.balance.profile":
-    "nn.pipe.parts: Tensors, detach; pipeline.balance: layerwise_sandbox, profile_sizes, profile_times; "
+    "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
     "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
     "pipeline.batch_norm: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",

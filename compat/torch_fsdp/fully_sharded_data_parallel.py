@@ -40,7 +40,7 @@ from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
 from shardkit.torch_fsdp.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from . import api, arguments, facts, units
+from . import api, arguments, facts
 from .optimizer_states import OptimizerStates
 
 __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
@@ -102,7 +102,7 @@ class FullyShardedDataParallel(OptimizerStates):
         ignored = arguments.ignored_of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             below = {**given, "ignored_states": [*ignored.modules, *ignored.parameters]}
-            units.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
+            arguments.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
         self._wrap(module, ignored, given)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._settings = facts.checked(StateDictType.FULL_STATE_DICT, None, None)

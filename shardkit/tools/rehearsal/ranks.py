@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
-from shardkit.backends.diagnosis.places import SourceLine
+from shardkit.backends.diagnosis.calls import SourceLine
 from shardkit.backends.simulated.group import SimulatedGroup
 from shardkit.types import StateDict
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from shardkit import backend as backends
 from shardkit.backend import Group, get_backend, is_group
-from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.diagnosis.places import SourceLine
+from shardkit.backends.diagnosis.calls import Call, SourceLine
 from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
@@ -31,9 +30,15 @@ from shardkit.types import Args, Kwargs, ProcessGroup, T, Tree
 
 from .ranks import Rank, acting_as, current
 from .report import Report
-from .surroundings import environment_of, libraries, named_main, surroundings
+from .surroundings import (
+    environment_of,
+    libraries,
+    named_main,
+    noticing_stillness,
+    surroundings,
+    waiting_elsewhere,
+)
 from .torch_world import SharedStore, leave, torch_worlds
-from .waiting import noticing_stillness, waiting_elsewhere
 from .watching import AfterStep, EnoughSteps, Goal, RankMemory, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
