@@ -319,20 +319,14 @@ def _free_port() -> int:
 class StartsProcesses(Backend):
     """A backend whose ranks are processes."""
 
-    def launch(
+    def _launch(
         self,
         fn: Callable[..., T],
         world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = START_SECONDS,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
     ) -> list[T]:
-        """See :meth:`shardkit.backend.Backend.launch`.
-
-        Raises:
-            ConfigurationError: fewer devices than ranks.
-        """
         self._check_ranks(world_size)
         variables = self._environment_of_ranks(world_size)
         pool = RankPool(

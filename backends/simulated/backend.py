@@ -45,21 +45,17 @@ class SimulatedBackend(Host):
             "(Group.new_group) or None for all ranks"
         )
 
-    def launch(
+    def _launch(
         self,
         fn: Callable[..., T],
         world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = None,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
     ) -> list[T]:
-        """Runs ``fn(rank, *args)`` on that many threads; ``fn`` may be any function, and gets copies of ``args``.
+        """Runs ``fn`` on threads, which start at once. It may be any function, and gets copies of ``args``.
 
-        They start at once, so that ``start_timeout`` means nothing here.
-
-        Raises:
-            RankFailedError: the first failing rank's error; the others have ended with RankLostError.
+        When a rank fails, the others end with RankLostError.
         """
 
         def enter(rank: int) -> None:

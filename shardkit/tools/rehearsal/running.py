@@ -190,10 +190,14 @@ class RehearsalBackend(SimulatedBackend):
             raise ConfigurationError("this rank is no member of the process group that it passes")
         return super().group(chosen)
 
-    def launch(
-        self, fn: Callable[..., T], world_size: int, args: Args = (), *, timeout: float | None = None,
-        start_timeout: float | None = None,
-    ) -> list[T]:  # fmt: skip
+    def _launch(
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
+    ) -> list[T]:
         """Refuses: a rank of a rehearsal is started already, so that launch does not come here."""
         raise ConfigurationError(
             "ranks can't be launched from a thread that is no rank while a rehearsal runs"
