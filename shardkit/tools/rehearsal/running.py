@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shardkit import backend as backends
 from shardkit.backend import Group, get_backend, is_group
 from shardkit.backends.diagnosis.calls import Call, SourceLine
-from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
+from shardkit.backends.simulated import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
@@ -28,7 +28,18 @@ from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.types import Args, Kwargs, ProcessGroup, T, Tree
 
-from .ranks import Rank, acting_as, current
+from .ranks import (
+    AfterStep,
+    EnoughSteps,
+    Goal,
+    Rank,
+    RankMemory,
+    WholeBatches,
+    acting_as,
+    current,
+    note_call,
+    watching,
+)
 from .report import Report
 from .surroundings import (
     environment_of,
@@ -39,7 +50,6 @@ from .surroundings import (
     waiting_elsewhere,
 )
 from .torch_world import SharedStore, leave, torch_worlds
-from .watching import AfterStep, EnoughSteps, Goal, RankMemory, WholeBatches, note_call, watching
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
