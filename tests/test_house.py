@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_400  # of all source; to be lowered with each release
+LINES = 66_320  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_820,
-    "compat": 10_150,
-    "shardkit": 2_250,  # the files right there
-    "shardkit/checkpoint": 7_040,
+    "backends": 7_770,
+    "compat": 10_200,
+    "shardkit": 2_260,  # the files right there
+    "shardkit/checkpoint": 7_010,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 10_970,
     "shardkit/integrations": 580,
@@ -23,12 +23,12 @@ PARTS = {
     "shardkit/optimizer_state": 1_190,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_960,
-    "shardkit/pipeline": 1_750,
+    "shardkit/pipeline": 1_580,
     "shardkit/reduction": 1_540,
-    "shardkit/tools": 8_440,
-    "shardkit/torch_seams": 1_260,
+    "shardkit/tools": 8_390,
+    "shardkit/torch_seams": 1_250,
     "shardkit/tracing": 1_670,
-    "shardkit/training": 4_710,
+    "shardkit/training": 4_680,
     "shardkit/wrapping": 880,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -170,7 +170,7 @@ REEXPORTED = {
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe: microbatch; nn.pipe.async_pipeline: "
     "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: "
     "LazyModule, Tensors, check_balance, verify_module; nn.pipe.skip.skippable: Skippable; "
-    "pipeline.async_pipe: AsyncPipe; pipeline.batch_norm: DeferredBatchNorm; pipeline.microbatch: Value "
+    "pipeline.async_pipe: AsyncPipe; pipeline.microbatch: DeferredBatchNorm, Value "
     "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
     "nn.pipe.async_pipeline":
     "nn.pipe.async_schedule: AsyncEventLoop, ModuleWrapper; nn.pipe.messages: MakeTransport; "
@@ -188,7 +188,7 @@ REEXPORTED = {
     "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
     "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
-    "pipeline.batch_norm: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
+    "pipeline.microbatch: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
     "nn.pipe.checkpoint":
     "nn.pipe.parts: CheckpointedFunction as Function, Checkpointing, TensorOrTensors, Tensors, _UNKNOWN, "
     "fork, get_phony, join; pipeline.microbatch: Batch; wrapping.activations: "
@@ -207,7 +207,7 @@ REEXPORTED = {
     "nn.pipe.pipe":
     "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
     "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
-    "pipeline.batch_norm: DeferredBatchNorm; pipeline.microbatch: Value as TensorOrTensors; "
+    "pipeline.microbatch: DeferredBatchNorm, Value as TensorOrTensors; "
     "pipeline.partition: BalanceError, verify_module; pipeline.pipe: Device, MOVING_DENIED, Pipe; "
     "pipeline.skip: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":

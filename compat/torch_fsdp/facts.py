@@ -178,12 +178,6 @@ def settings_of(units: Iterable[TorchFacts]) -> StateDictSettings | None:
     return found
 
 
-def put(units: Iterable[TorchFacts], settings: StateDictSettings) -> None:
-    """Gives all units these settings."""
-    for unit in units:
-        unit._settings = settings
-
-
 # ------------------------------------------------------------ what becomes of a full state dict
 def own_keys(state: ShardingState, prefix: str = "") -> set[str]:
     """Keys of a unit's own parameters in a full state dict."""

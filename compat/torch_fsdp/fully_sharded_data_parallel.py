@@ -239,7 +239,8 @@ class FullyShardedDataParallel(OptimizerStates):
         found = FullyShardedDataParallel.fsdp_modules(module)
         before = facts.settings_of(found)
         now = facts.checked(state_dict_type, state_dict_config, optim_state_dict_config)
-        facts.put(found, now)
+        for unit in found:
+            unit._settings = now
         return before or now
 
     @staticmethod
@@ -266,7 +267,8 @@ class FullyShardedDataParallel(OptimizerStates):
         try:
             yield
         finally:
-            facts.put(FullyShardedDataParallel.fsdp_modules(module), before)
+            for unit in FullyShardedDataParallel.fsdp_modules(module):
+                unit._settings = before
 
 
 # ------------------------------------------------------------ full gradients

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.backends.processes import RankPool
+from shardkit.compat import install
 from shardkit.errors import ConfigurationError, RankFailedError
 
 from ...backend import backend_of_job
@@ -245,7 +246,7 @@ def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
 def _run_rank(rank: int, library: Library, task: _Task) -> bytes:
     """In a rank. Pickled: tensors in a pipe between processes would travel as file descriptors."""
     if library == "shardkit":
-        _serve_fairscale()
+        install()  # "import fairscale" gives shardkit
     experiment = load_experiment(task.target)
     return pickle.dumps(
         run_on_ranks(experiment, library, task.strategy, task.options, task.steps, task.microbatches)
@@ -254,18 +255,11 @@ def _run_rank(rank: int, library: Library, task: _Task) -> bytes:
 
 def _run_alone(rank: int, task: _Task) -> bytes:
     """In a process of its own, which is a rank without others."""
-    _serve_fairscale()
+    install()
     experiment = load_experiment(task.target)
     return pickle.dumps(
         run_in_one_process(experiment, task.world_size, task.steps, task.strategy in ("oss", "sharded_ddp"))
     )
-
-
-def _serve_fairscale() -> None:
-    """``import fairscale`` gives shardkit in this process."""
-    from shardkit.compat import install
-
-    install()
 
 
 # ------------------------------------------------------------ an experiment on real ranks
