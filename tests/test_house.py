@@ -14,7 +14,7 @@ PARTS = {
     "backends": 7_770,
     "compat": 10_200,
     "shardkit": 2_260,  # the files right there
-    "shardkit/checkpoint": 7_010,
+    "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 10_970,
     "shardkit/integrations": 580,
