@@ -35,9 +35,8 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ShardkitError as ShardkitError,
         UntrustedFileError as UntrustedFileError,
     )
-    from .training.evaluation import EvaluationSampler as EvaluationSampler, in_step as in_step
-    from .training.evaluation import gather as gather, gather_tensors as gather_tensors
-    from .training.evaluation import mean_loss as mean_loss
+    from .training.evaluation import EvaluationSampler as EvaluationSampler, mean_loss as mean_loss
+    from .training.evaluation import gather as gather, gather_tensors as gather_tensors, in_step as in_step
     from .training.data import microbatch as microbatch
     from .fsdp import (
         FSDP as FSDP,

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_370  # of all source; to be lowered with each release
+LINES = 66_335  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_770,
-    "compat": 10_200,
+    "compat": 10_185,
     "shardkit": 2_260,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 890,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 2_960,
     "shardkit/pipeline": 1_570,
     "shardkit/reduction": 1_540,
-    "shardkit/tools": 8_380,
+    "shardkit/tools": 8_370,
     "shardkit/torch_seams": 1_250,
     "shardkit/tracing": 1_670,
     "shardkit/training": 4_660,

@@ -18,7 +18,6 @@ from .rank_threads import RankThreads
 
 __all__ = ["SimulatedBackend", "SimulatedGroup"]
 
-
 _rank = threading.local()  # group: this thread's rank among all
 
 
