@@ -248,10 +248,10 @@ def _packed_memory_given_back(self: StoredPack, gradients: Any) -> Any:
     return sent
 
 
-def _reduction_without_wait(self: GradientPack, replicas: Any) -> None:
+def _reduction_without_wait(self: GradientPack) -> None:
     if self.in_flight is not None:
         self.in_flight = (*self.in_flight[:3], None)
-    _receive(self, replicas)
+    _receive(self)
 
 
 def _joined_memory_given_back(self: JoinedReduction, gradients: Any) -> None:
