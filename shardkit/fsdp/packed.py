@@ -3,13 +3,14 @@
 Legend: R rows of a weight, n elements of a row, B numbers in a block, K blocks of n numbers.
 
 [Note: packed weights] With ``ReshardPolicy(frozen="packed")`` a frozen weight lies in its flat parameter as rows of
-bytes, [R, 16 + K * bytes of a block]: a row is blocks of codes with a scale, so that whoever cuts between rows cuts packed
-weights too, and what they stand for does not depend on how many ranks there are. All that moves, cuts, saves or
+bytes, [R, 16 + K * bytes of a block]: a row is blocks of codes with a scale, so that whoever cuts between rows cuts
+packed weights too, and what they stand for does not depend on how many ranks there are. All that moves, cuts, saves or
 restores shards sees a parameter of these bytes. What modules compute with is made of them when a unit is gathered, in
 memory of its own; the bytes that were gathered are gone then. Values that are written in ``summon_full_params`` or
 loaded are packed again. Of a block that nobody changed that gives the same codes and scale: its largest number is the
 largest code times the scale, also where it was rounded to the parameter's dtype. Nobody may compute with bytes, as
-averages of parameters do (an EMA): a row begins with the sum of its bytes, which is looked at after rows were written to.
+averages of parameters do (an EMA): a row begins with the sum of its bytes, which is looked at after rows were written
+to.
 """
 
 from __future__ import annotations
