@@ -46,20 +46,22 @@ class _Storage:
         self.uses = self._given = 0
         self._host = torch.empty(0, device="cpu")
         self._copy: Copy = DONE
-        self._is_changed = False
+        self._changed: list[bool] = []  # of each view, once these are gone
 
     def leave(self) -> None:
         """Begins to go to the host."""
-        saved = sum(tensor.numel() * tensor.element_size() for tensor, _ in self.views)
-        if self._bytes is not None and saved * _PART >= self._bytes.numel():
-            self._host = self._backend.pinned(self._bytes.numel(), torch.uint8)
-            self._copy = self._backend.copy_down(self._host, self._bytes)
+        saved, memory = sum(tensor.numel() * tensor.element_size() for tensor, _ in self.views), self._bytes
+        if memory is None or memory.untyped_storage().nbytes() < memory.numel():
+            return  # parameters of another model, released by now
+        if saved * _PART >= memory.numel():
+            self._host = self._backend.pinned(memory.numel(), torch.uint8)
+            self._copy = self._backend.copy_down(self._host, memory)
 
     def settle(self) -> None:
         """Gives the device's memory back, as soon as it has been copied."""
         if self._host.numel() and self.views:
             self._copy.wait()
-            self._is_changed = any(tensor._version != version for tensor, version in self.views)
+            self._changed = [tensor._version != version for tensor, version in self.views]
             self.views, self._bytes = [], None
 
     def come(self) -> torch.Tensor:
@@ -72,15 +74,13 @@ class _Storage:
 
     def view(self, saved: _Saved) -> torch.Tensor:
         """Returns one of the views again."""
-        if self.views:
-            tensor, version = self.views[saved.number]
-            self._is_changed = tensor._version != version
-        if self._is_changed:
+        tensor, version = self.views[saved.number] if self.views else (None, 0)
+        if self._changed[saved.number] if tensor is None else tensor._version != version:
             raise LifecycleError(
                 "a tensor that backward needs was changed in place after forward had computed with it, in a unit with "
                 "OffloadPolicy(activations=True); autograd refuses that elsewhere, too. Change a copy"
             )
-        if self.views:
+        if tensor is not None:
             return tensor
         there = self.come()
         self._copy.wait()
@@ -143,6 +143,8 @@ class Page:
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         nbytes = tensor.numel() * tensor.element_size()
+        if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
+            return True
         return nbytes < _SMALL or tensor.untyped_storage()._cdata in self._parameters
 
     def _unpack(self, saved: object) -> torch.Tensor:

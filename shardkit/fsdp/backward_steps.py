@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..optimizers.shards import listing_of
+from ..types import AnyCallable, Tree
 from .flat_param import FlatParam
 
 
@@ -35,8 +39,8 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
         optimizer: element-wise: of torch's, or declared (:func:`~shardkit.declare_elementwise`).
 
     Raises:
-        ConfigurationError: the optimizer is another one, or lists no such shards.
-        LifecycleError: a second backward inside.
+        ConfigurationError: the optimizer is another one, lists no such shards, or has hooks before its step.
+        LifecycleError: a second backward inside, or that of a loss that a gradient scaler has scaled.
     """
     steps = _steps.get(optimizer)
     if steps is None or steps.are_of_others(optimizer):
@@ -65,10 +69,12 @@ class _StepsByUnit:
             )
         self._listed = _listed(optimizer)
         # by what they are of, of each group; under None what is sharded otherwise or not at all
+        are_there = False
         found: dict[FlatParam | None, list[list[nn.Parameter]]] = {None: [[] for _ in self._listed]}
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 listing = listing_of(param)
+                are_there = are_there or (listing is not None and listing.flat.offloaded is not None)
                 flat = None if listing is None or listing.flat.store.landing is None else listing.flat
                 found.setdefault(flat, [[] for _ in self._listed])[k].append(param)
         self._rest = found.pop(None)
@@ -76,7 +82,8 @@ class _StepsByUnit:
             flat: _part_of(optimizer, params) for flat, params in found.items() if flat is not None
         }
         self._stepped: set[FlatParam] = set()
-        if not self._parts:
+        self._thread = 0  # that runs the block; backward may run in others
+        if not are_there:  # else one rank that has all of them may need no copy
             raise ConfigurationError(
                 "step_in_backward: the optimizer lists no shards on the host that the device has a copy of; shard with "
                 "offload=OffloadPolicy(masters=True), or call step() after backward"
@@ -94,7 +101,13 @@ class _StepsByUnit:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Steps from now on follow each unit's gradient."""
-        self._stepped = set()
+        own = optimizer.__dict__.get("step")
+        if optimizer._optimizer_step_pre_hooks or not (own is None or hasattr(own, "_wrapped_by_lr_sched")):
+            raise ConfigurationError(
+                "step_in_backward: the optimizer has hooks before its step (register_step_pre_hook), or a step() of "
+                "its own, which would come after the steps of units; remove them, or call step() after backward"
+            )
+        self._stepped, self._thread = set(), threading.get_ident()
         for flat, part in self._parts.items():
             part.state = optimizer.state
             for group, given in zip(part.param_groups, optimizer.param_groups, strict=True):
@@ -114,13 +127,23 @@ class _StepsByUnit:
                 f"step_in_backward: a second backward inside of one block would be a second step of {flat.label}. Run "
                 "the backwards of other micro-batches in front of the block, and the last one inside"
             )
+        self._refuse_scaled()
         self._stepped.add(flat)
         part = self._parts[flat]
         part.step()
         part.zero_grad()
 
+    def _refuse_scaled(self) -> None:
+        scaler = _scaling.get(self._thread, lambda: None)()
+        if scaler is not None:
+            raise LifecycleError(
+                f"step_in_backward with a loss that {type(scaler).__name__}.scale() has scaled, without an update() "
+                "since: gradients have to be unscaled before a step. Call step() after backward, outside"
+            )
+
     def step_rest(self, optimizer: Optimizer) -> None:
         """Steps what is sharded otherwise or not at all, and what this backward did not reach."""
+        self._refuse_scaled()
         for flat in self._parts:
             if flat not in self._stepped:
                 self._step(flat)
@@ -136,6 +159,29 @@ class _StepsByUnit:
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
+_scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled a loss since its last update
+
+
+def notice_scaling() -> None:
+    """From now on it is known whether a gradient scaler has scaled a loss."""
+    if GradScaler.scale is not _scale:
+        GradScaler.scale, GradScaler.update = _scale, _update  # type: ignore[method-assign]
+
+
+_of_torch: tuple[AnyCallable, AnyCallable] = GradScaler.scale, GradScaler.update
+
+
+@functools.wraps(_of_torch[0])
+def _scale(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
+    if self.is_enabled():
+        _scaling[threading.get_ident()] = weakref.ref(self)
+    return _of_torch[0](self, *args, **kwargs)
+
+
+@functools.wraps(_of_torch[1])
+def _update(self: GradScaler, *args: Tree, **kwargs: Tree) -> None:
+    _scaling.pop(threading.get_ident(), None)
+    _of_torch[1](self, *args, **kwargs)
 
 
 def _listed(optimizer: Optimizer) -> list[list[int]]:

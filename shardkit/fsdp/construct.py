@@ -44,6 +44,7 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup
+from .backward_steps import notice_scaling
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
@@ -441,6 +442,7 @@ def _check_copies(options: Options, backend: Backend) -> None:
         )
     if not options.offload.masters:
         return
+    notice_scaling()
     if options.precision.compression is not None or options.reduce.compression is not None:
         raise ConfigurationError(
             "masters=True with compression: what is compressed would be rounded twice; leave one of them out"

@@ -37,6 +37,7 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
 
     Raises:
         ConfigurationError: ``norm_type`` is 0.
+        LifecycleError: inside of ``step_in_backward``.
     """
     if norm_type == 0:
         raise ConfigurationError(
@@ -44,6 +45,10 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
             "clip_grad_norm_ takes any other number, inf and -inf"
         )
     flats = root.all_flats()
+    if any(f.store.landing is not None and f.store.landing.then is not None for f in flats):
+        raise LifecycleError(
+            "clip_grad_norm_ inside of step_in_backward: nothing is left to clip; call step() after backward"
+        )
     sharded = {listing.param for flat in flats for listing in flat.listings}
     rest = [p for p in root.door.parameters() if p not in sharded]
     everything = [f.param for f in flats] + rest
@@ -153,7 +158,7 @@ class ShardedAPI:
             The norm before, 0-dim.
 
         Raises:
-            LifecycleError: called on a unit below the root.
+            LifecycleError: called on a unit below the root, or inside of ``step_in_backward``.
         """
         self._root_engine("clip_grad_norm_").check_idle("clip_grad_norm_")
         return clip(self._state, float(max_norm), float(norm_type))

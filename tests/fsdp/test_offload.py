@@ -255,15 +255,34 @@ def _refused(rank: int) -> None:
     ):
         with pytest.raises(ConfigurationError, match=why), shardkit.step_in_backward(optimizer):
             pass
-    with shardkit.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1)):
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), numbers(model)
+    for scaler in (ShardedGradScaler(), torch.amp.GradScaler("cpu")):
+        with (
+            pytest.raises(LifecycleError, match=r"GradScaler.scale\(\) has scaled"),
+            shardkit.step_in_backward(optimizer),
+        ):
+            scaler.scale(loss_of(model, rank, 0)).backward()
+        scaler.update(1.0)
+    assert all(map(torch.equal, before, numbers(model)))
+    with shardkit.step_in_backward(optimizer):
         loss_of(model, rank, 0).backward()
         second = loss_of(model, rank, 1)
+        with pytest.raises(LifecycleError, match="nothing is left to clip"):
+            model.clip_grad_norm_(1.0)  # type: ignore[operator]
         with pytest.raises(LifecycleError, match="a second backward"):
             second.backward()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="hooks before"), shardkit.step_in_backward(optimizer):
+        pass
 
 
 def test_what_can_not_be_right_is_refused() -> None:
     rank_pool(2, "simulated").run(_refused)
+
+
+def test_one_rank_steps_as_many_do() -> None:
+    pool = rank_pool(1, "gloo")
+    equal(pool.run(train, "each", {"offload": MASTERS}, True), pool.run(train, "each", {}))
 
 
 # ------------------------------------------------------------ activations
@@ -285,13 +304,32 @@ class Block(nn.Module):
         return torch.relu(x + self.second(z))
 
 
+class Odd(Block):
+    """It saves conjugates, what nobody needs any more when it changes, and parameters of another model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        other = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+        for layer in other:
+            fully_shard(layer)
+        self.others = [fully_shard(other)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.others[0](x) * 2.0
+        assert y.square().shape == y.shape
+        z = torch.view_as_complex(y.add_(1.0).unflatten(-1, (32, 2)))
+        return super().forward(torch.view_as_real(z * z.conj()).flatten(1).tanh())
+
+
 BLOCKS, BATCH = 5, 512
 SAVED = BATCH * 64 * 4  # bytes of one of them
 
 
-def _stack(door: str, offload: OffloadPolicy | None, device: Any = None) -> nn.Module:
+def _stack(
+    door: str, offload: OffloadPolicy | None, device: Any = None, kind: type[Block] = Block
+) -> nn.Module:
     torch.manual_seed(0)
-    blocks = [Block().to(device) for _ in range(BLOCKS)]
+    blocks = [kind().to(device) for _ in range(BLOCKS)]
     if door == "fsdp":
         return FSDP(nn.Sequential(*[FSDP(b, offload=offload) for b in blocks]), offload=offload)
     model = nn.Sequential(*blocks)
@@ -302,7 +340,7 @@ def _stack(door: str, offload: OffloadPolicy | None, device: Any = None) -> nn.M
 
 def _with_activations(rank: int, name: str, door: str, offload: OffloadPolicy | None) -> Numbers:
     device = get_backend(name).device()
-    model = _stack(door, offload, device)
+    model = _stack(door, offload, device, Odd)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for step in range(3):
