@@ -164,24 +164,20 @@ _scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled 
 
 def notice_scaling() -> None:
     """From now on it is known whether a gradient scaler has scaled a loss."""
-    if GradScaler.scale is not _scale:
-        GradScaler.scale, GradScaler.update = _scale, _update  # type: ignore[method-assign]
+    if not hasattr(GradScaler.scale, "__wrapped__"):
+        scale, update = GradScaler.scale, GradScaler.update
+        GradScaler.scale, GradScaler.update = _noted(scale, True), _noted(update, False)  # type: ignore[method-assign]
 
 
-_of_torch: tuple[AnyCallable, AnyCallable] = GradScaler.scale, GradScaler.update
+def _noted(method: AnyCallable, scales: bool) -> AnyCallable:
+    @functools.wraps(method)
+    def noted(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
+        _scaling.pop(threading.get_ident(), None)
+        if scales and self.is_enabled():
+            _scaling[threading.get_ident()] = weakref.ref(self)
+        return method(self, *args, **kwargs)
 
-
-@functools.wraps(_of_torch[0])
-def _scale(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
-    if self.is_enabled():
-        _scaling[threading.get_ident()] = weakref.ref(self)
-    return _of_torch[0](self, *args, **kwargs)
-
-
-@functools.wraps(_of_torch[1])
-def _update(self: GradScaler, *args: Tree, **kwargs: Tree) -> None:
-    _scaling.pop(threading.get_ident(), None)
-    _of_torch[1](self, *args, **kwargs)
+    return noted
 
 
 def _listed(optimizer: Optimizer) -> list[list[int]]:
