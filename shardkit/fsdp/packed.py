@@ -3,12 +3,14 @@
 Legend: R rows of a weight, n elements of a row, B numbers in a block, K blocks of n numbers.
 
 [Note: packed weights] With ``ReshardPolicy(frozen="packed")`` a frozen weight lies in its flat parameter as rows of
-bytes, [R, K * bytes of a block]: a row is blocks of codes with a scale, so that whoever cuts between rows cuts packed
-weights too, and what they stand for does not depend on how many ranks there are. All that moves, cuts, saves or
+bytes, [R, 16 + K * bytes of a block]: a row is blocks of codes with a scale, so that whoever cuts between rows cuts
+packed weights too, and what they stand for does not depend on how many ranks there are. All that moves, cuts, saves or
 restores shards sees a parameter of these bytes. What modules compute with is made of them when a unit is gathered, in
 memory of its own; the bytes that were gathered are gone then. Values that are written in ``summon_full_params`` or
 loaded are packed again. Of a block that nobody changed that gives the same codes and scale: its largest number is the
-largest code times the scale, also where it was rounded to the parameter's dtype.
+largest code times the scale, also where it was rounded to the parameter's dtype. Nobody may compute with bytes, as
+averages of parameters do (an EMA): a row begins with the sum of its bytes, which is looked at after rows were written
+to.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
@@ -31,6 +33,7 @@ from .store import KeptViews, Stored
 if TYPE_CHECKING:
     from .flat_param import FlatParam
 
+_HEAD = 16  # bytes before a row's blocks
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,6 +84,7 @@ class Packed(Stored):
         self._shown = ShardLayout(tuple(w.written.numel() for w in self._weights), 1)
         super().__init__(flat)
         self._mesh, self.is_whole = None, False
+        self._checked = -1  # version of the shard, when its bytes were looked at
 
     def _look_at(self, full: torch.Tensor) -> None:
         self._full = full.new_empty(self._shown.numel, dtype=self._computed)
@@ -91,8 +95,15 @@ class Packed(Stored):
     def unpack(self, gathered: torch.Tensor) -> None:
         """Makes values of what was gathered, [W, S]."""
         rows = taken_apart(unpacked(gathered.reshape(-1), self._layout), self._layout)
+        self._check(rows)
         for weight, packed, place in zip(self._weights, rows, self._places(), strict=True):
             weight.unpack(packed, place)
+
+    def _check(self, rows: list[torch.Tensor]) -> None:
+        if self._checked != self._flat.version:
+            for name, weight, packed in zip(self._flat.names, self._weights, rows, strict=True):
+                weight.check(name, packed)
+            self._checked = self._flat.version
 
     def _places(self) -> list[torch.Tensor]:
         return taken_apart(self._full, self._shown)
@@ -100,6 +111,7 @@ class Packed(Stored):
     def show(self, values: torch.Tensor) -> None:
         """Original parameters become views of values, or are made of bytes in memory of their own."""
         if values is not self._full:
+            self._check(taken_apart(values, self._layout))
             super().show(values)
             return
         for weight, place in zip(self._weights, self._places(), strict=True):
@@ -141,7 +153,7 @@ class PackedWeight(OriginalParameter):
         block = min(256, -(-self._row // 16) * 16)
         self._format = NormalFloats() if packing == "nf4" else BlockFormat(torch.int8, block)
         self._blocks = self._format.blocks_of(self._row)  # K
-        self.shape = torch.Size((len(param), self._blocks * self._format.nbytes))
+        self.shape = torch.Size((len(param), _HEAD + self._blocks * self._format.nbytes))
 
     @property
     def written(self) -> torch.Size:
@@ -154,13 +166,27 @@ class PackedWeight(OriginalParameter):
         made = values.new_zeros(self.shape, dtype=torch.uint8)  # blocks have bytes that nobody writes
         if not values.is_meta:
             padded = pad(values, (0, self._blocks * self._format.numel - self._row))
-            self._format.encode(padded.view(-1), made.view(-1, self._format.nbytes))
+            blocks = made.new_zeros(len(made) * self._blocks, self._format.nbytes)
+            self._format.encode(padded.view(-1), blocks)
+            made[:, _HEAD:] = blocks.view(len(made), -1)
+            made[:, :4] = _sums_of(made)
         return made
+
+    def check(self, name: str, packed: torch.Tensor) -> None:
+        """Raises LifecycleError where rows of bytes are none that were packed."""
+        rows = packed.view(self.shape)
+        if not (rows.is_meta or torch.equal(rows[:, :4], _sums_of(rows))):
+            raise LifecycleError(
+                f"{name!r} is packed (frozen='packed'), and something has computed with its bytes as if they were "
+                "numbers: an average of all parameters (an EMA) does, as AveragedModel of torch. Leave what is frozen "
+                "out of it, or load other values"
+            )
 
     @torch.no_grad()
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Returns ``values``, in which what rows of bytes stand for is written."""
-        self._format.decode(packed.view(len(self.param), self._blocks, -1), values.view(-1, self._row))
+        blocks = packed.view(self.shape)[:, _HEAD:].unflatten(1, (self._blocks, -1))
+        self._format.decode(blocks, values.view(-1, self._row))
         return values
 
     def assign(self, values: torch.Tensor) -> None:
@@ -178,6 +204,11 @@ class PackedWeight(OriginalParameter):
             "place of numbers that an optimizer could change. Unfreeze it before the model is sharded, or leave "
             "frozen='packed' out for its unit"
         )
+
+
+def _sums_of(rows: torch.Tensor) -> torch.Tensor:
+    """Sums the bytes of rows behind their heads, as bytes [R, 4]."""
+    return rows[:, _HEAD:].sum(1, keepdim=True, dtype=torch.int32).view(torch.uint8)
 
 
 def is_packable(param: nn.Parameter) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardkit
-from shardkit import ConfigurationError, ReshardPolicy, sharding_of, summary
+from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, sharding_of, summary
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_frozen import LAYERS, WIDTH, Stack, _loss, _sharded
 from tests.pools import rank_pool
@@ -81,7 +82,7 @@ def _right(rank: int, wrap: str, packing: Any, world_size: int) -> None:
     with OperationCounter(world_size) as counter:
         _loss(model, 1).backward()
     rest = sum(p.numel() for p in plain.parameters() if p.shape != (WIDTH, WIDTH))
-    packed = (LAYERS + 1) * (WIDTH + 1) * (64 if packing == "int8" else 36)  # a row is one block
+    packed = (LAYERS + 1) * (WIDTH + 1) * (80 if packing == "int8" else 52)  # a row is one block, and a head
     most = 2 * packed + 4 * 4.2 * rest  # gathered twice; the rest is mostly trained, and reduced
     assert counter.sent <= most * (world_size - 1) / world_size, (counter.sent, most)
     before = _summoned(model)
@@ -156,6 +157,14 @@ def _in_other_ways(rank: int) -> None:
     leaf.requires_grad_(True)  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
         _loss(model, 0)
+
+    # bytes are no numbers
+    average = AveragedModel(again, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.update_parameters(again)  # the first one copies
+    torch.testing.assert_close(_loss(average, 3), _loss(plain, 3))
+    average.update_parameters(again)
+    with pytest.raises(LifecycleError, match="computed with its bytes"):
+        _loss(average, 3)
 
 
 def test_packed_weights_are_loaded_saved_and_not_trained() -> None:
