@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from shardkit import (
 from shardkit.fsdp.export import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
 from tests.pools import on_ranks, rank_pool
+
+needs_libraries = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="needs transformers and peft (extra: libraries)"
+)
 
 
 def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -163,10 +168,10 @@ def test_gaps_and_borders(rank: int) -> None:
             assert change.nbytes <= (7 + 4099 // 255 + 1) * 5
 
 
+@needs_libraries
 @pytest.mark.parametrize("kind", ["tied", "experts"])
 @on_ranks(2)
 def test_names_of_transformers(rank: int, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("transformers")
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
@@ -198,11 +203,11 @@ def test_names_of_transformers(rank: int, tmp_path: Path, kind: str) -> None:
             list(changes)
 
 
+@needs_libraries
 @pytest.mark.parametrize("options", [{"reshard": ReshardPolicy(frozen="keep")}, {"dtensors": True}])
 @on_ranks(2)
 def test_merged_adapters_leave_as_one_model(rank: int, options: dict[str, Any]) -> None:
     """LoRA on frozen weights that stay gathered, merged for an inference engine."""
-    pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
