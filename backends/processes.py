@@ -25,7 +25,6 @@ from shardkit.types import AnyCallable, Args, T
 from .diagnosis.watchdog import begin_job, end_job, fail_job
 from .spawning import Name, Pool, environment
 
-START_SECONDS = 180.0
 _GRACE_SECONDS = 1.0  # in which the cause of a rank's consequence is looked for elsewhere
 
 
@@ -131,7 +130,7 @@ class RankPool(Pool):
         *,
         start: Callable[..., None] | None = None,
         timeout: float | None = 300.0,
-        start_timeout: float | None = START_SECONDS,
+        start_timeout: float | None = 180.0,
         environment: dict[str, str] | None = None,
     ) -> None:
         super().__init__(world_size, timeout, start_timeout)
@@ -319,20 +318,14 @@ def _free_port() -> int:
 class StartsProcesses(Backend):
     """A backend whose ranks are processes."""
 
-    def launch(
+    def _launch(
         self,
         fn: Callable[..., T],
         world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = START_SECONDS,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
     ) -> list[T]:
-        """See :meth:`shardkit.backend.Backend.launch`.
-
-        Raises:
-            ConfigurationError: fewer devices than ranks.
-        """
         self._check_ranks(world_size)
         variables = self._environment_of_ranks(world_size)
         pool = RankPool(

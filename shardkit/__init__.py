@@ -35,8 +35,9 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         ShardkitError as ShardkitError,
         UntrustedFileError as UntrustedFileError,
     )
-    from .training.evaluation import EvaluationSampler as EvaluationSampler, in_step as in_step
-    from .training.evaluation import gather as gather, gather_tensors as gather_tensors
+    from .training.evaluation import EvaluationSampler as EvaluationSampler, mean_loss as mean_loss
+    from .training.evaluation import gather as gather, gather_tensors as gather_tensors, in_step as in_step
+    from .training.data import microbatch as microbatch
     from .fsdp import (
         FSDP as FSDP,
         Change as Change,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
         sharding_of as sharding_of,
         step_in_backward as step_in_backward,
     )
-    from .training.microbatches import mean_loss as mean_loss, microbatch as microbatch
     from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
     from .launching import launch as launch
     from .optimizers.elementwise import declare_elementwise as declare_elementwise
@@ -85,17 +85,16 @@ _HOMES = {
     "checkpoint.format.folders": "latest",
     "checkpoint.restoring": "Restored restore restore_training",
     "checkpoint.saving": "save save_training",
-    "training.data": "GlobalBatchSampler ResumableLoader",
+    "training.data": "GlobalBatchSampler ResumableLoader microbatch",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
-    "training.evaluation": "gather gather_tensors EvaluationSampler in_step",
+    "training.evaluation": "gather gather_tensors EvaluationSampler in_step mean_loss",
     "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of "
     "step_in_backward",
     "training.grad_scaler": "GradScaler ShardedGradScaler",
     "launching": "launch",
     "optimizers.elementwise": "declare_elementwise",
     "oss.optimizer": "OSS",
-    "training.microbatches": "mean_loss microbatch",
     "training.out_of_memory": "SkipOutOfMemory",
     "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",

@@ -555,8 +555,19 @@ class Backend(abc.ABC):
 
         Raises:
             RankFailedError: the first failing rank's error, at once; no process is left behind.
-            BackendError: this backend starts no ranks.
+            BackendError: this backend starts no ranks, or its library is not installed.
+            ConfigurationError: the machine can't have so many ranks.
         """
+        return self._launch(fn, world_size, args, timeout, start_timeout)
+
+    def _launch(
+        self,
+        fn: Callable[..., T],
+        world_size: int,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
+    ) -> list[T]:
         raise BackendError(f"ranks of backend {self.name!r} can't be launched; use backend='simulated'")
 
 

@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_620  # of all source; to be lowered with each release
+LINES = 66_335  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_820,
-    "compat": 10_150,
-    "shardkit": 2_250,  # the files right there
-    "shardkit/checkpoint": 7_040,
+    "backends": 7_770,
+    "compat": 10_185,
+    "shardkit": 2_260,  # the files right there
+    "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 890,
-    "shardkit/fsdp": 10_970,
+    "shardkit/fsdp": 11_030,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
     "shardkit/model_parallel": 1_610,
-    "shardkit/optimizer_state": 1_190,
+    "shardkit/optimizer_state": 1_180,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_960,
-    "shardkit/pipeline": 1_750,
+    "shardkit/pipeline": 1_570,
     "shardkit/reduction": 1_540,
-    "shardkit/tools": 8_440,
-    "shardkit/torch_seams": 1_260,
+    "shardkit/tools": 8_370,
+    "shardkit/torch_seams": 1_250,
     "shardkit/tracing": 1_670,
-    "shardkit/training": 4_710,
+    "shardkit/training": 4_660,
     "shardkit/wrapping": 880,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -6,8 +6,6 @@ process group has. So the calls are made by a thread that nobody has to wait for
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import queue
@@ -125,40 +123,31 @@ class Board:
         """Lets the store go, and with it the port of its server."""
         self._store = None
 
-    def publish(self, key: str, entry: StateDict) -> None:
-        if self._store is None:
-            return
+    def _told(self, call: Callable[[Store], T], otherwise: T) -> T:
+        """Calls the store; where it does not answer in time, or is gone, ``otherwise``."""
+        store = self._store
+        if store is None:
+            return otherwise
         try:
-            with contextlib.suppress(NoAnswer):
-                STORE_THREAD.ask(functools.partial(self._store.set, key, json.dumps(entry)), _ANSWERS)
+            return STORE_THREAD.ask(lambda: call(store), _ANSWERS)
+        except NoAnswer:
+            return otherwise
         except (RuntimeError, ValueError):
             self._store = None
+            return otherwise
+
+    def publish(self, key: str, entry: StateDict) -> None:
+        self._told(lambda store: store.set(key, json.dumps(entry)), None)
 
     def read(self, key: str) -> StateDict | None:
         """None where nothing is known."""
-        store = self._store
-        if store is None:
-            return None
-        try:
-            text = STORE_THREAD.ask(lambda: store.get(key) if store.check([key]) else "{}", _ANSWERS)
-            return json.loads(text) or None
-        except NoAnswer:
-            return None
-        except (RuntimeError, ValueError):
-            self._store = None
-            return None
+        return (
+            self._told(lambda store: json.loads(store.get(key)) if store.check([key]) else None, None) or None
+        )
 
     def ask(self) -> int:
         """Asks the watchdogs of all ranks to say where these stand, for some seconds; returns the question's number."""
-        if self._store is None:
-            return 0
-        try:
-            return int(STORE_THREAD.ask(functools.partial(self._store.add, _QUESTIONS, 1), _ANSWERS))
-        except NoAnswer:
-            return 0
-        except (RuntimeError, ValueError):
-            self._store = None
-            return 0
+        return self._told(lambda store: int(store.add(_QUESTIONS, 1)), 0)
 
     def asked(self) -> int:
         """Returns how many questions there were."""

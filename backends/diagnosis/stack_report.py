@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .calls import AGREEMENT, Call, CallFacts
-from .places import place_of
+from .calls import AGREEMENT, Call, CallFacts, place_of
 
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)

@@ -30,8 +30,7 @@ from shardkit.errors import (
 )
 from shardkit.types import Args, T, Tree
 
-from ..diagnosis.calls import Call
-from ..diagnosis.places import SourceLine, here, place_of_error
+from ..diagnosis.calls import Call, SourceLine, here, place_of_error
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..eager import HostRandomStates, host_random_states, set_host_random_states
 from ..forked import belongs_here, refusal

@@ -86,22 +86,15 @@ class XlaBackend(Backend):
 
         xm.set_rng_state(int(state) % (1 << 64))
 
-    def launch(
+    def _launch(
         self,
         fn: Callable[..., T],
         world_size: int,
-        args: Args = (),
-        *,
-        timeout: float | None = None,
-        start_timeout: float | None = 180.0,
+        args: Args,
+        timeout: float | None,
+        start_timeout: float | None,
     ) -> list[T]:
-        """Runs ``fn(rank, *args)`` on all TPU cores (or one), or on ``world_size`` replicas if there is no TPU.
-
-        Raises:
-            BackendError: torch_xla is not installed.
-            ConfigurationError: ``world_size`` is neither the number of TPU cores nor 1.
-            RankFailedError: the first failing rank's error, a process that died, or ``timeout`` seconds have passed.
-        """
+        """Runs ``fn`` on all TPU cores (or one), or on ``world_size`` replicas if there is no TPU."""
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
         if has_accelerator():

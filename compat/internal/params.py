@@ -1,16 +1,19 @@
-"""fairscale.internal.params: norms of gradients, copies to devices, ranks of groups."""
+"""fairscale.internal.params: norms and means of gradients, ranks of groups, objects for all ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardkit.backend import Group, ReduceOp, backend_for_device, backend_of_job
 from shardkit.compat.redirected import redirected_names
+from shardkit.internal.containers import recursive_copy_to_device as recursive_copy_to_device
 from shardkit.reduction.norms import local_norm
-from shardkit.types import AnyCallable
+from shardkit.types import AnyCallable, Tree
 
 __getattr__ = redirected_names(__name__)
 
@@ -43,3 +46,68 @@ def calc_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float) 
     first = gradients[0]
     wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     return local_norm(wide, float(p), wide[0].new_zeros(())).to(first)
+
+
+# ------------------------------------------------------------ means over ranks
+BUCKET_NUMEL = 2**23
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Yields the tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for t in tensors:
+        bucket = kinds.setdefault((t.dtype, t.device), [])
+        bucket.append(t)
+        if sum(b.numel() for b in bucket) >= BUCKET_NUMEL:
+            yield kinds.pop((t.dtype, t.device))
+    yield from kinds.values()
+
+
+@torch.no_grad()
+def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
+    """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([t.detach().reshape(-1) for t in bucket])
+        group.all_reduce(flat, op=ReduceOp.AVG, label=label)
+        for t, new in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            t.copy_(new.view(t.shape))
+
+
+@torch.no_grad()
+def average_gradients(params: Iterable[torch.Tensor], group: Group) -> None:
+    """Replaces gradients by their means over ranks.
+
+    Those that some ranks have not count as zeros there; those that no rank has stay None.
+    """
+    for bucket in _buckets(params) if group.world_size > 1 else ():
+        used = [p.grad is not None for p in bucket]
+        rows = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+        flat = torch.cat([*rows, torch.tensor(used).to(rows[0])])
+        group.all_reduce(flat, op=ReduceOp.AVG, label="gradients")
+        *means, shares = flat.split([*(p.numel() for p in bucket), len(bucket)])
+        # what this rank has needs no look; but where ranks share a program, all of them look
+        if group.backend.even_shards_only or not all(used):
+            used = [share > 0 for share in shares.tolist()]
+        for p, mean, some_rank_has_it in zip(bucket, means, used, strict=True):
+            p.grad = mean.view_as(p).to(p.dtype) if some_rank_has_it else None
+
+
+def broadcast_object(
+    obj: Tree,
+    src_rank: int,
+    group: dist.ProcessGroup | None = None,
+    dist_device: torch.device | None = None,
+) -> Tree:
+    """Returns the object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
+
+    Args:
+        obj: used on the source rank only.
+        group: process group; None for all ranks.
+        dist_device: device through which the bytes travel; by default the group's.
+    """
+    mine = dist.get_rank() == src_rank
+    sent = recursive_copy_to_device(obj, non_blocking=False, device=torch.device("cpu")) if mine else None
+    backend = backend_of_job() if dist_device is None else backend_for_device(torch.device(dist_device).type)
+    members = backend.group(group)
+    return members.broadcast_object(sent, members.ranks.index(src_rank), label="broadcast_object")

@@ -25,10 +25,12 @@ MOVED = {
     "extra.offload": "experimental.nn.offload",
     "extra.vocab_loss": "model_parallel.vocab_loss",
     "extra.vocab_output": "experimental.nn.mevo",
+    "fair_dev.testing.golden_testing_data": "fair_dev.testing.testing",
     "fair_dev.testing.models": "fair_dev.testing.testing",
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
@@ -103,7 +105,6 @@ REEXPORTED = {
     "internal: torch_version; model_parallel.groups: destroy_model_parallel, initialize_model_parallel",
     "fair_dev.testing.testing_memory": "fair_dev.testing.testing: find_tensor_by_shape",
     "internal.object": "internal.containers: pyobject_to_tensor, tensor_to_pyobject",
-    "internal.params": "internal.containers: recursive_copy_to_device",
     "internal.state_dict": "internal.containers: find_module_instances, replace_by_prefix_",
     "internal.version": "internal: torch_version",
     "nn.auto_wrap":
@@ -169,7 +170,7 @@ REEXPORTED = {
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe: microbatch; nn.pipe.async_pipeline: "
     "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: "
     "LazyModule, Tensors, check_balance, verify_module; nn.pipe.skip.skippable: Skippable; "
-    "pipeline.async_pipe: AsyncPipe; pipeline.batch_norm: DeferredBatchNorm; pipeline.microbatch: Value "
+    "pipeline.async_pipe: AsyncPipe; pipeline.microbatch: DeferredBatchNorm, Value "
     "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
     "nn.pipe.async_pipeline":
     "nn.pipe.async_schedule: AsyncEventLoop, ModuleWrapper; nn.pipe.messages: MakeTransport; "
@@ -180,14 +181,14 @@ REEXPORTED = {
     "Checkpointing; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: "
     "PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: Batch",
     "nn.pipe.balance":
-    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time; pipeline.balance: "
-    "profile_sizes, profile_times; pipeline.pipe: Device",
-    "nn.pipe.balance.blockpartition": "pipeline.balance: solve",
+    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, "
+    "profile_times; pipeline.pipe: Device",
+    "nn.pipe.balance.blockpartition": "nn.pipe.parts: solve",
     "nn.pipe.balance.profile":
-    "nn.pipe.parts: Tensors, detach; pipeline.balance: layerwise_sandbox, profile_sizes, profile_times; "
+    "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
     "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
-    "pipeline.batch_norm: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
+    "pipeline.microbatch: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
     "nn.pipe.checkpoint":
     "nn.pipe.parts: CheckpointedFunction as Function, Checkpointing, TensorOrTensors, Tensors, _UNKNOWN, "
     "fork, get_phony, join; pipeline.microbatch: Batch; wrapping.activations: "
@@ -206,7 +207,7 @@ REEXPORTED = {
     "nn.pipe.pipe":
     "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
     "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
-    "pipeline.batch_norm: DeferredBatchNorm; pipeline.microbatch: Value as TensorOrTensors; "
+    "pipeline.microbatch: DeferredBatchNorm, Value as TensorOrTensors; "
     "pipeline.partition: BalanceError, verify_module; pipeline.pipe: Device, MOVING_DENIED, Pipe; "
     "pipeline.skip: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":
@@ -240,7 +241,6 @@ REEXPORTED = {
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.containers: recursive_copy_to_device; internal.params: "
     "calc_grad_norm",
-    "optim.utils": "internal.params: Workhandle, calc_grad_norm, get_global_rank",
     "training_checkpoints.handles": "checkpoint.background: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -29,15 +29,18 @@ from torch.distributed.fsdp.api import (  # noqa: F401 - also for those who look
 )
 
 from shardkit.backend import backend_of_job
-from shardkit.errors import ConfigurationError
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
+from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.flat_values import AlignedLayout, EachAlone, put_together
+from shardkit.fsdp.optim_state import gather_parts
+from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import Ignored, Options, modules_outside_units, summoned
+from shardkit.fsdp.unit import Unit
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
 from shardkit.torch_fsdp.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
-from shardkit.torch_fsdp.whole_gradients import check_reduced, whole_gradients
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
-from . import api, arguments, settings, units
+from . import api, arguments, facts
 from .optimizer_states import OptimizerStates
 
 __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
@@ -99,11 +102,11 @@ class FullyShardedDataParallel(OptimizerStates):
         ignored = arguments.ignored_of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             below = {**given, "ignored_states": [*ignored.modules, *ignored.parameters]}
-            units.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
+            arguments.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
         self._wrap(module, ignored, given)
         self.__dict__.update({name: given[name] for name in _SHOWN})
-        self._settings = settings.checked(StateDictType.FULL_STATE_DICT, None, None)
-        self.register_load_state_dict_pre_hook(settings.gather_loaded)
+        self._settings = facts.checked(StateDictType.FULL_STATE_DICT, None, None)
+        self.register_load_state_dict_pre_hook(facts.gather_loaded)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
         """Gives the module start values where it is to be, and shards it."""
@@ -215,7 +218,7 @@ class FullyShardedDataParallel(OptimizerStates):
         before = set(destination or ())
         found = super().state_dict(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
-            settings.settle(self, self._settings, found, prefix, before, self._passed_group.value)
+            facts.settle(self, self._settings, found, prefix, before, self._passed_group.value)
         return found
 
     @staticmethod
@@ -234,9 +237,10 @@ class FullyShardedDataParallel(OptimizerStates):
             ConfigurationError: LOCAL_STATE_DICT; a configuration is for another kind.
         """
         found = FullyShardedDataParallel.fsdp_modules(module)
-        before = settings.settings_of(found)
-        now = settings.checked(state_dict_type, state_dict_config, optim_state_dict_config)
-        settings.put(found, now)
+        before = facts.settings_of(found)
+        now = facts.checked(state_dict_type, state_dict_config, optim_state_dict_config)
+        for unit in found:
+            unit._settings = now
         return before or now
 
     @staticmethod
@@ -246,7 +250,7 @@ class FullyShardedDataParallel(OptimizerStates):
         Raises:
             ConfigurationError: they differ.
         """
-        return settings.settings_of(FullyShardedDataParallel.fsdp_modules(module))
+        return facts.settings_of(FullyShardedDataParallel.fsdp_modules(module))
 
     @staticmethod
     @contextlib.contextmanager
@@ -263,4 +267,67 @@ class FullyShardedDataParallel(OptimizerStates):
         try:
             yield
         finally:
-            settings.put(FullyShardedDataParallel.fsdp_modules(module), before)
+            for unit in FullyShardedDataParallel.fsdp_modules(module):
+                unit._settings = before
+
+
+# ------------------------------------------------------------ full gradients
+def check_reduced(units: Iterable[Unit]) -> None:
+    """To be called before the original parameters are summoned.
+
+    Raises:
+        LifecycleError: there are gradients that ``no_sync`` keeps, which are not reduced yet.
+    """
+    for unit in units:
+        if unit.has_local_gradients():
+            flat = unit.flats[0]
+            raise LifecycleError(
+                f"rank {flat.group.ranks[flat.group.rank]}: gradients of {flat.names[0]!r} are this rank's own, from a "
+                "backward inside of no_sync(); full gradients are there after the next backward outside of it"
+            )
+
+
+@contextlib.contextmanager
+def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[None]:
+    """Inside, original parameters have their reduced gradients, in full shape; None where there is none (collective).
+
+    Args:
+        flats: whose original parameters are summoned.
+        writeback: changes are kept. Ranks must make the same ones.
+
+    """
+    try:
+        for flat in flats:
+            for listing in flat.listings:
+                _show(listing)
+        yield
+        for flat in flats if writeback else ():
+            for listing in flat.listings:
+                _keep(listing)
+    finally:
+        for flat in flats:
+            for original in flat.originals:
+                original.param.grad = None
+
+
+def _show(listing: Registered) -> None:
+    gradient, unused = listing.param.grad, listing.flat.unused.originals[listing.first :]
+    if gradient is None:
+        return
+    parts = gather_parts(listing, gradient)
+    for original, part, is_unused in zip(listing.originals, parts, unused, strict=False):
+        if not is_unused:
+            original.param.grad = part.to(original.param)
+
+
+@torch.no_grad()
+def _keep(listing: Registered) -> None:
+    gradient = listing.param.grad
+    if gradient is None:
+        return
+    rows = [
+        gradient.new_zeros(m.shape.numel()) if m.param.grad is None else m.param.grad.reshape(-1).to(gradient)
+        for m in listing.originals
+    ]
+    own = put_together(rows, listing.layout)[listing.layout.part(listing.group.rank)]
+    gradient.copy_(own.view(gradient.shape))

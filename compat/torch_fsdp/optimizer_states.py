@@ -21,7 +21,7 @@ from shardkit.optimizer_state.slots import Slot
 from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict
 
-from . import settings
+from . import facts
 from .facts import TorchFacts
 
 OptimInput = list[ParamGroup] | Iterable[nn.Parameter]
@@ -179,7 +179,7 @@ class OptimizerStates(TorchFacts):
 def _first_of(model: nn.Module) -> tuple[TorchFacts, StateDictSettings]:
     """Returns the outermost unit of a model, and the settings of all."""
     found = TorchFacts.fsdp_modules(model)
-    own = settings.settings_of(found)
+    own = facts.settings_of(found)
     if own is None:
         raise ConfigurationError(
             f"there is no FSDP module in this {type(model).__name__}; pass the wrapped model"
@@ -221,7 +221,7 @@ def _full(
     def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part if on_cpu else part.to(like.device)
 
-    keep = not rank0_only or settings.is_first(_first_of(model)[0]._state)
+    keep = not rank0_only or facts.is_first(_first_of(model)[0]._state)
     return _gathered(model, optim, state, form, keep)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shardkit.checkpoint.files.writing import save as write_whole
-from shardkit.internal.averaging import average_gradients
+from shardkit.internal.params import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
 from shardkit.xla.ranks import current_backend, is_first_of_host, names_of, rank_and_world_size

@@ -21,7 +21,7 @@ from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, refuse_clas
 from ..optimizer_state.slots import Slot
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
-from .format.stored import refuse_what_is_no_data
+from .format.manifest import refuse_what_is_no_data
 from .model_state import ModelState
 from .optimizers import CompositeHolder, Holder, ParameterNames, Schedulers, holder_of
 from .rank_states import Stateful, random_states

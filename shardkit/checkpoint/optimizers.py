@@ -24,7 +24,7 @@ from ..torch_seams.dtensors import is_dtensor
 from ..training.adascale import AdaScale
 from ..training.whole_parameters.listed import Part
 from ..training.whole_parameters.optimizer import WholeParameters
-from ..training.whole_parameters.state import slot_of as slot_of_parts
+from ..training.whole_parameters.optimizer import slot_of as slot_of_parts
 from ..types import StateDict, Tree
 from .model_state import ModelState
 from .rank_states import Stateful

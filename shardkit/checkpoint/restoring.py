@@ -24,8 +24,8 @@ from ..types import ProcessGroup, StateDict, Tree
 from .background import agree, attempt, wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
+from .format.manifest import StoredCheckpoint, read_tensor
 from .format.metadata import Chunk, Record
-from .format.stored import StoredCheckpoint, read_tensor
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, equal, load_loader, set_random_states

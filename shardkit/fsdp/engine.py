@@ -81,8 +81,8 @@ import torch
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..oss.exchange import GradientExchange
-from ..torch_seams.callers import callers
 from ..torch_seams.compiling import not_compiled
+from ..torch_seams.distributed_checkpoint import callers
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,

@@ -26,7 +26,7 @@ from ..reduction.compression import BlockFormat, CompressedAllReduce, Compressed
 from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
-from ..torch_seams.marked_tensors import as_plain
+from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank

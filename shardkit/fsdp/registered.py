@@ -40,7 +40,7 @@ from ..optimizers.shards import changed_by_steps, listing_of, note_listings, sha
 from ..reduction.shard_gradients import ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
 from ..torch_seams.hooks import check_asked_gradients
-from ..torch_seams.marked_tensors import as_plain
+from ..torch_seams.tensor_facts import as_plain
 from ..types import StateDict
 from .extended import ExtendedParameter, no_values
 from .originals import OriginalParameter, Place, as_tensors, mesh_of

@@ -1,15 +1,21 @@
-"""Kinds of states of an optimizer: one element for each of a parameter's, or anything else, such as a number."""
+"""Kinds of states of an optimizer: one element for each of a parameter's, or anything else; and which of them fit."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..types import Tree
+from ..backend import Group
+from ..checks import all_gather_facts
+from ..errors import ConfigurationError, RankMismatchError
+from ..torch_seams.tensor_facts import INTEGERS
+from ..types import SavedState, StateDict, Tree
 
 # What torch's optimizers keep as one number for a parameter, were the parameter one number itself.
 NUMBERS = ("step", "mu", "eta", "mu_product")
@@ -66,3 +72,114 @@ class StateKind(NamedTuple):
         if self.shape is None:
             return copy.deepcopy(self.value)
         return torch.tensor(self.value, dtype=self.dtype).view(self.shape)
+
+
+# ------------------------------------------------------------ what does not fit is refused, before any of it is taken
+# ``torch.optim.Optimizer.load_state_dict`` takes any shapes; a state of another model then fails in the middle of a
+# step, or is broadcast. Ranks that were given different states would each go on from another step.
+def check_state(
+    states: Iterable[tuple[str, torch.Size, SavedState]],
+    own: Iterable[SavedState] | None,
+    is_elementwise: bool,
+) -> None:
+    """Compares the shapes of saved state with those of parameters.
+
+    Args:
+        states: of each parameter its name, its shape, and its saved state.
+        own: the state that the optimizer has of each, in the same order; None for none.
+        is_elementwise: whether each tensor of state but :data:`NUMBERS` has one element for each of the parameter's.
+    """
+    mine_of = iter(own) if own is not None else itertools.repeat({})
+    for (name, shape, saved), mine in zip(states, mine_of, strict=False):
+        for key, value in saved.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            known = mine.get(key)
+            expected: torch.Size | None = None
+            if isinstance(known, torch.Tensor):
+                expected = known.shape
+            elif is_elementwise and key not in NUMBERS:
+                expected = shape
+            if (
+                expected is not None
+                and value.shape != expected
+                and not (value.numel() == expected.numel() == 1)
+            ):
+                raise ConfigurationError(
+                    f"optimizer state {key!r} of parameter {name} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(expected)}; nothing was loaded. This state is of another model, or its parameters were in "
+                    "another order: build model and param groups as they were when it was saved"
+                )
+
+
+def check_same_state(group: Group, state_dict: StateDict, problem: ConfigurationError | None) -> None:
+    """Raises on all ranks what is wrong on one (collective).
+
+    Args:
+        state_dict: torch's form; parameters may have no state on some ranks.
+        problem: what this rank has found wrong with it.
+    """
+    if group.world_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    prints = _fingerprints(state_dict) if problem is None else {}
+    everybody = all_gather_facts(
+        group.channel("control"),
+        (None if problem is None else str(problem), prints),
+        label="check of loaded state",
+    )
+    if problem is not None:
+        raise problem
+    for rank, (what, _) in zip(group.ranks, everybody, strict=True):
+        if what is not None:
+            raise ConfigurationError(
+                f"rank {rank} can't load this optimizer state: {what}. Nothing was loaded on any"
+            )
+    first: dict[str, tuple[int, str]] = {}
+    for rank, (_, theirs) in zip(group.ranks, everybody, strict=True):
+        for name, found in theirs.items():
+            other, known = first.setdefault(name, (rank, found))
+            if found != known:
+                raise RankMismatchError(
+                    f"ranks load different optimizer state: {name} on rank {other} is not what it is on rank {rank}. "
+                    "Nothing was loaded on any; read the same file on all ranks"
+                )
+
+
+def _fingerprints(state_dict: StateDict) -> dict[str, str]:
+    """Returns a short text for each parameter that has state, and for each group."""
+    found = {}
+    position = 0
+    for index, group in enumerate(state_dict["param_groups"]):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found[f"group {index}"] = _digest(options)
+        for param in group["params"]:
+            state = state_dict["state"].get(param)
+            if state:
+                found[f"the state of parameter {position}"] = _digest(state)
+            position += 1
+    return found
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(_plain(value)).encode()).hexdigest()[:16]
+
+
+def _plain(value: object) -> Tree:
+    """Returns something whose text is the same where the values are."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), _sum_of_bits(value))
+    if isinstance(value, dict):
+        return sorted((str(k), _plain(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _sum_of_bits(value: torch.Tensor) -> int | None:
+    """Sums bits, exactly in whatever order threads add; None where reading it would cost more than loading it."""
+    kind = INTEGERS.get(value.element_size())
+    if value.device.type != "cpu" or value.layout != torch.strided or kind is None or value.is_quantized:
+        return None
+    return int(value.detach().contiguous().view(kind).sum(dtype=torch.int64))

@@ -18,7 +18,7 @@ from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Piece
 from ..torch_seams.dtensors import is_dtensor
-from ..torch_seams.marked_tensors import MarkedTensor
+from ..torch_seams.tensor_facts import MarkedTensor
 from ..types import SavedState, StateDict
 from .kinds import is_elementwise
 from .leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole

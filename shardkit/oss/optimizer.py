@@ -34,7 +34,7 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
-from ..optimizer_state.checking import check_same_state
+from ..optimizer_state.kinds import check_same_state
 from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors

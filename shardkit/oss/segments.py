@@ -32,8 +32,7 @@ from ..reduction.norms import global_norm, local_norm, order_of
 from ..reduction.packing import JoinedPack, PackedForm
 from ..reduction.shard_gradients import StandingGradient, agree_on_overflow
 from ..reduction.unused import UsedMask
-from ..torch_seams.marked_tensors import MarkedTensor, as_plain
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, MarkedTensor, as_plain, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]

@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..optimizer_state.checking import check_state
-from ..optimizer_state.kinds import is_elementwise, to_cpu
+from ..optimizer_state.kinds import check_state, is_elementwise, to_cpu
 from ..types import ParamGroup, StateDict, Tree
 from .placement import Placement
 
@@ -78,7 +77,7 @@ def check_shapes(
     Args:
         params: what they are here.
         own: the state that this rank's optimizer has of some of them.
-        is_elementwise: see :func:`~shardkit.optimizer_state.checking.check_state`.
+        is_elementwise: see :func:`~shardkit.optimizer_state.kinds.check_state`.
     """
     states, mine = [], []
     for position, (i, p) in enumerate(zip(_indices(state_dict), params, strict=True)):

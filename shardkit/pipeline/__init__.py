@@ -1,6 +1,6 @@
 """Pipeline parallelism: partitions of a sequential module on several devices, or on several ranks."""
 
-from .batch_norm import DeferredBatchNorm
+from .microbatch import DeferredBatchNorm
 from .partition import BalanceError, PipeTypeError, TooFewDevicesError
 from .pipe import Pipe
 from .skip import Namespace, pop, skippable, stash, verify_skippables

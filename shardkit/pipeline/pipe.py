@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ..wrapping.activations import patch_batchnorm
-from .batch_norm import DeferredBatchNorm, expect_micro_batches
-from .microbatch import Value, check, join, split
+from .microbatch import DeferredBatchNorm, Value, check, expect_micro_batches, join, split
 from .partition import (
     PipeTypeError,
     check_balance,

@@ -27,7 +27,7 @@ from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.stepping import take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of
-from ..torch_seams.marked_tensors import MarkedTensor, as_plain, stays_marked
+from ..torch_seams.tensor_facts import MarkedTensor, as_plain, stays_marked
 from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 from .norms import combined, global_norm, is_exact, nothing, order_of

@@ -1,9 +1,13 @@
-"""Facts of a tensor without its values: for classes of tensors that have none, and have to say so.
+"""Classes of tensors by which torch's own functions are told what they hold, or that they have no values.
 
-Names are those under which torch announces a call to ``__torch_function__``; attributes are read (get) or set.
+Facts are what a tensor answers without its values. Names are those under which torch announces a call to
+``__torch_function__``; attributes are read (get) or set.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 
@@ -49,3 +53,23 @@ def name_of(func: AnyCallable) -> str:
         name = str(func)
     accessor = _ACCESSORS.get(name)
     return name if accessor is None else f"{accessor} {func.__self__.__name__}"  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------ tensors with a class of their own
+as_plain = torch._C.DisableTorchFunctionSubclass  # a context in which tensors are taken for what they are
+
+
+class MarkedTensor(torch.Tensor):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        with as_plain():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def stays_marked(result: object, args: Sequence[object], kind: type[torch.Tensor]) -> bool:
+    """Whether the result of a function is its first argument, of this kind, again: cloned, detached, scaled."""
+    return (
+        type(result) is torch.Tensor
+        and bool(args)
+        and isinstance(args[0], kind)
+        and args[0].shape == result.shape
+    )

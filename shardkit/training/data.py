@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from ..backend import Backend, backend_of_job
 from ..errors import ConfigurationError
 from ..launching.started import started_rank
+from ..model_parallel.random import device_backend, seeded_state
 from ..types import Kwargs, StateDict
 
-__all__ = ["GlobalBatchSampler", "ResumableLoader"]
+__all__ = ["GlobalBatchSampler", "ResumableLoader", "microbatch"]
 
 
 class RankOfJob(NamedTuple):
@@ -341,6 +342,35 @@ def generators_kept() -> Iterator[None]:
         random.setstate(of_python)
         if numpy is not None and of_numpy is not None:
             numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def microbatch(number: int, seed: int = 0) -> Iterator[None]:
+    """Gives a micro-batch random numbers of its own, whichever rank runs it; afterwards generators go on as before.
+
+    ::
+
+        for k in range(rank, K, world_size):  # of the K micro-batches of a step
+            with shardkit.microbatch(step * K + k):
+                loss = model(batches[k]).mean()
+                loss.backward()
+
+    Seeded are torch's generators of the host and of the device, ``random`` and ``numpy.random``.
+
+    Args:
+        number: of the micro-batch, counted over the whole training.
+        seed: of the training.
+    """
+    own = mixed(seed, 0, number, "microbatch")
+    backend = device_backend()
+    with generators_kept():
+        before = backend.rng_state()
+        seed_generators(own)
+        backend.set_rng_state(seeded_state(own))
+        try:
+            yield
+        finally:
+            backend.set_rng_state(before)
 
 
 class Worker:

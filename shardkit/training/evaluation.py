@@ -2,7 +2,8 @@
 
 torch's ``DistributedSampler`` makes ranks even: it repeats samples or drops some, and both falsify a metric. Here some
 ranks have one sample fewer. Where the model's forward is a collective (FSDP), ranks still have to call it equally
-often: :func:`in_step` sees to that. Results are gathered without a pickle where tensors suffice.
+often: :func:`in_step` sees to that. Results, and losses of
+micro-batches, are gathered without a pickle where tensors suffice.
 
 Legend: N samples, W world size, n_r elements of rank r's tensor.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence, Sized
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from ..errors import ConfigurationError, RankMismatchError
 from ..types import ProcessGroup
 from .data import rank_of_job
 
-__all__ = ["EvaluationSampler", "gather", "gather_tensors", "in_step"]
+__all__ = ["EvaluationSampler", "gather", "gather_tensors", "in_step", "mean_loss"]
 
 
 T = TypeVar("T")
@@ -224,3 +226,29 @@ def in_step(loader: DataLoader[T]) -> Iterator[tuple[T, bool]]:
         if batch is None:  # more ranks than samples
             batch = loader.collate_fn([loader.dataset[0]])
         yield batch, False
+
+
+def mean_loss(
+    losses: Sequence[torch.Tensor], group: ProcessGroup = None, *, backend: str | Backend | None = None
+) -> torch.Tensor:
+    """Computes the mean over a step's micro-batches, added in the order of their numbers, on every rank (collective).
+
+    Args:
+        losses: of this rank's, 0-dim, in the order in which it ran them: rank r's are number r, W + r, 2 * W + r, ... A
+            rank may have fewer than others, or none.
+        group: which ranks; None for all.
+        backend: name or instance of the backend; by default that of the losses' device.
+
+    Returns:
+        A 0-dim tensor of fp64 without a graph, with the same bits on any number of ranks.
+    """
+    chosen = backend_for(list(losses), backend)
+    own = torch.zeros(0, dtype=torch.float64, device=losses[0].device if losses else chosen.device())
+    if losses:
+        own = torch.stack([loss.detach().double() for loss in losses])
+    rounds = zip_longest(*[part.unbind() for part in gather_tensors(own, group, backend=chosen)])
+    there = [loss for of_one in rounds for loss in of_one if loss is not None]
+    total = torch.zeros_like(there[0])
+    for loss in there:
+        total += loss
+    return total / len(there)

@@ -31,7 +31,7 @@ from shardkit.backend import Backend, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
-from shardkit.backends.simulated.backend import SimulatedBackend, enter_group
+from shardkit.backends.simulated import SimulatedBackend, enter_group
 from shardkit.backends.simulated.collectives import spoil
 from shardkit.errors import OutOfStepError
 from shardkit.torch_seams.live_memory import parts_with_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.doctor import ERROR, NOTE, WARNING, Finding, in_order, machine, network
+from shardkit.tools.doctor import ERROR, NOTE, WARNING, Finding, examine, in_order, network
 from shardkit.tools.doctor.examine import Link, _names, check_links, check_segments
 
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
@@ -33,11 +33,11 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_limits() -> None:
-    assert list(machine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 100)) == []
-    (low,) = machine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 200)
+    assert list(examine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 100)) == []
+    (low,) = examine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 200)
     assert low.level == ERROR
     assert low.do == "ulimit -n 1294 before the ranks start"
-    (hard,) = machine.check_open_files({"open_files": 1024, "open_files_hard": 1024}, 40, 5, 200)
+    (hard,) = examine.check_open_files({"open_files": 1024, "open_files_hard": 1024}, 40, 5, 200)
     assert "as root" in hard.do
 
 
@@ -75,7 +75,7 @@ def test_interfaces() -> None:
     ],
 )  # fmt: skip
 def test_variables(environment: dict[str, str], devices: int, says: str) -> None:
-    found = [f.what for f in machine.check_variables(environment, devices)]
+    found = [f.what for f in examine.check_variables(environment, devices)]
     assert len(found) == bool(says)
     assert all(says in what for what in found), found
 
@@ -95,15 +95,15 @@ def test_links() -> None:
 
 
 def test_machines_that_differ() -> None:
-    here = machine.look(1)
-    other = machine.Machine(
+    here = examine.look(1)
+    other = examine.Machine(
         "other", "10.0.0.2", {**here.versions, "torch": "1.13"}, {"type": "cuda", "count": 9}, {}, {}, {}
     )
-    assert list(machine.compare([here, here])) == []
-    versions, devices = machine.compare([here, other])
+    assert list(examine.compare([here, here])) == []
+    versions, devices = examine.compare([here, other])
     assert (versions.level, devices.level) == (ERROR, WARNING)
     assert "1.13 on other" in versions.what
-    (xla,) = machine._check_versions({"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
+    (xla,) = examine._check_versions({"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
     assert "torch==2.9.0" in xla.do
 
 

@@ -108,16 +108,16 @@ def test_names_that_shardkit_lacks_or_redirects() -> None:
 def test_redirected_names_say_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardkit.nn
     from shardkit.compat.redirected import redirected
-    from shardkit.tools.migration import interfaces
+    from shardkit.tools.migration import rewriting
 
     monkeypatch.setattr(
         shardkit.nn, "Attic", redirected("nn.Attic", "torch.nn.New", why="torch has it"), raising=False
     )
-    interfaces.objection.cache_clear()
+    rewriting.objection.cache_clear()
     expected = "fairscale.nn.Attic is not carried over: torch has it. Use torch.nn.New instead."
     assert said("from fairscale.nn import Attic") == [(1, expected)]
     assert said("import fairscale\nfairscale.nn.Attic()") == [(2, expected)]
-    interfaces.objection.cache_clear()
+    rewriting.objection.cache_clear()
 
 
 STRINGS = '''

@@ -10,8 +10,8 @@ import pytest
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.tools.cli import main
 from shardkit.tools.verify import Experiment, Tolerance, Verifier, verify
+from shardkit.tools.verify.differential import Strategy
 from shardkit.tools.verify.experiment import load_experiment
-from shardkit.tools.verify.on_ranks import Strategy
 from tests.testing.experiments import broken, for_fairscale, in_order, not_in_order, right, wrong
 
 HERE = Path(__file__).with_name("experiments.py")

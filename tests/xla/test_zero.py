@@ -16,8 +16,7 @@ from shardkit import OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
-from shardkit.xla.rows import rows_of
-from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer, rows_of
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer as Ours
 from tests.backends.environments import environments
 from tests.pools import on_ranks, rank_pool

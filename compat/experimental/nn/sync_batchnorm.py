@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardkit.backend import Group, backend_for
 from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
-from shardkit.pipeline.batch_norm import replace_batch_norms
+from shardkit.pipeline.microbatch import replace_batch_norms
 from shardkit.types import Context, ProcessGroup, Tree
 from shardkit.wrapping.activations import is_recomputing, once
 

@@ -28,7 +28,7 @@ from shardkit.model_parallel.groups import (
     model_parallel_is_initialized,
 )
 from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
-from shardkit.types import AnyCallable, Args, Tree
+from shardkit.types import AnyCallable, Args, StateDict, Tree
 
 filename_mpi: str | None = None
 available_devices = ["cpu", *(str(d) for d in [torch.accelerator.current_accelerator()] if d is not None)]
@@ -500,3 +500,44 @@ class DeviceAndTypeCheckModule(nn.Module):
         self._check("loss.dtype", loss.dtype, self.expected_loss_dtype)
         self._check("loss.device", loss.device, self.expected_loss_device)
         return loss
+
+
+# ------------------------------------------------------------ gradients of two micro-batches, and AdaScale's gains
+_Matrix = list[list[float]]
+
+
+def _mean(rows: _Matrix) -> list[float]:
+    """Returns the mean gradient, as fp32 has it."""
+    return torch.tensor(rows).mean(0).tolist()  # type: ignore[no-any-return]
+
+
+def _adascale(iterations: list[_Matrix], gain: float) -> StateDict:
+    """One case: [iterations][2 micro-batches][2 features] and the gain after the last."""
+    given = {"input": iterations[0]} if len(iterations) == 1 else {"inputs": iterations}
+    grad = _mean(iterations[-1])
+    return {**given, "expected_gain": gain, "expected_grad": [grad, grad], "expected_bias_grad": [1.0, 1.0]}
+
+
+adascale_test_data: list[StateDict] = [
+    _adascale([[[1.0, 0], [0, 1.0]]], 4.0 / 3),
+    _adascale([[[1.0, 1.0], [1.0, 1.0]]], 1.0000001249999846),
+    _adascale([[[-1.0, 1.0], [1.0, -1.0]]], 2.0),
+    _adascale([[[1.0, 4.0], [5.0, 0.5]]], 1.4688796680497926),
+    _adascale([[[-0.2, 3.0], [5.0, 0.5]]], 1.8472893901708),
+    # smoothing takes part from the second iteration on
+    _adascale([[[-0.2, 3.3], [5.2, 0.7]], [[1.0, 4.0], [3.1, 0.1]]], 1.6720968158031417),
+]
+
+_THREE: list[_Matrix] = [
+    [[1.0, 0.0, 2.0], [2.0, 0.0, 1.0]],
+    [[0.0, 1.0, 2.0], [2.0, 1.0, 0]],
+    [[3.0, 1.0, 2.0], [2.0, 1.0, -1.0]],
+]
+corr_mean_test_data: list[StateDict] = [
+    {
+        "inputs": _THREE,
+        "expected_grad": [_mean(rows) for rows in _THREE],
+        "expected_corr": [0.5, -1.0, 0.327327],  # Pearson's, of the two micro-batches
+        "expected_cos_similarity": [float("nan"), 0.8165, 0.8433],
+    }
+]

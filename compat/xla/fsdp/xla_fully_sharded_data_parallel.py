@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardkit.backend import Group
-from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict
+from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.flat_values import EachAlone
+from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import INNER, OUTER, Options, clean
 from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
@@ -21,7 +24,6 @@ from shardkit.reduction.norms import clip_params
 from shardkit.torch_fsdp.start_values import materialize, move_buffers
 from shardkit.torch_seams.module_versions import versions_of
 from shardkit.types import StateDict, Tree
-from shardkit.xla.fsdp.padded_shards import Entries, PaddedCut, Shard, empty_entries
 from shardkit.xla.ranks import current_backend, group_among
 
 from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
@@ -381,3 +383,67 @@ def _check_place(group: Group, rank: int | None, world_size: int | None) -> None
             f"sharding_groups put this rank at place {group.rank} of {group.world_size}; pass sharding_rank="
             f"{group.rank} and sharding_world_size={group.world_size} (got {rank} and {world_size})"
         )
+
+
+# ------------------------------------------------------------ shards in state dicts
+# How they are cut, named, padded and shaped. S: numel of a shard here, R: numel of the saved one (they differ where
+# there is one rank only).
+Entries = MutableMapping[str, torch.Tensor]
+
+
+class PaddedCut(NamedTuple):
+    """Cuts parameters into whole rows, or into parts that are padded to a multiple of so many elements."""
+
+    multiple: int
+    by_rows: bool
+
+    def unit_of(self, size: torch.Size) -> int:
+        return max(1, size[1:].numel()) if self.by_rows and size else self.multiple
+
+    def layout(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+        """Serves as ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
+        numels = tuple(shape.numel() for shape in shapes)
+        return ShardLayout(numels, world_size, 1 if world_size == 1 else self.unit_of(shapes[0]))
+
+
+@dataclass
+class Shard:
+    """One of a wrapper's flat parameters.
+
+    Attributes:
+        listed: where nn.Module finds its shard, as a path within the wrapper.
+        original: the same as state dicts have it.
+        rows: shape of a row where shards are rows, else None.
+        numel: R.
+    """
+
+    flat: Registered
+    listed: str
+    original: str
+    size: torch.Size
+    rows: torch.Size | None
+    numel: int
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.original)
+
+    def saved(self, shard: torch.Tensor) -> torch.Tensor:
+        """Returns a shard [S] in the shape that is saved."""
+        shard = shard.reshape(-1)
+        if shard.numel() < self.numel:
+            shard = torch.cat([shard, shard.new_zeros(self.numel - shard.numel())])
+        return shard if self.rows is None else shard.view(-1, *self.rows)
+
+    def loaded(self, saved: torch.Tensor) -> torch.Tensor:
+        """Does the reverse; a shard of another world size stays as it is, for nn.Module to refuse."""
+        now = self.flat.param
+        if saved.numel() == self.numel and saved.numel() >= now.numel():
+            return saved.reshape(-1)[: now.numel()].view(now.shape)
+        return saved
+
+
+def empty_entries() -> OrderedDict[str, torch.Tensor]:
+    found: OrderedDict[str, torch.Tensor] = OrderedDict()
+    found._metadata = OrderedDict()  # type: ignore[attr-defined]
+    return found

@@ -2,11 +2,10 @@
 other formats of them. One tensor is in memory at a time.
 """
 
-from .comparing import Comparison, Difference, compare
+from .comparing import Comparison, Difference, Verified, compare, verify
 from .converting import Conversion, Converted, convert
 from .opening import open_checkpoint
 from .stored import Checkpoint
-from .verifying import Verified, verify
 
 __all__ = [
     "Checkpoint",

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
 
     from shardkit.tools.estimate import Subject
 
-_STRATEGIES = (
-    "fsdp",
-    "fsdp-kept",
-    "fsdp-masters",
-    "fully_shard",
-    "sharded_ddp",
-)  # of shardkit.tools.estimate, which imports torch
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -39,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
     parser.add_argument(
-        "--strategy", default="fsdp", help=f"{', '.join(_STRATEGIES)}; several, or all (default: fsdp)"
+        "--strategy",
+        default="fsdp",
+        help="fsdp, fsdp-kept, fsdp-masters, fully_shard, sharded_ddp; several, or all (default: fsdp)",
     )
     parser.add_argument(
         "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
@@ -103,7 +98,9 @@ def run(options: argparse.Namespace) -> int:
         )
     subject = _adapted(subject, options)
     strategies = (
-        _STRATEGIES if options.strategy == "all" else [s.strip() for s in options.strategy.split(",")]
+        list(estimating.STRATEGIES)
+        if options.strategy == "all"
+        else [s.strip() for s in options.strategy.split(",")]
     )
     found = [
         estimating.estimate(

@@ -16,6 +16,8 @@ import json
 
 from shardkit.errors import ConfigurationError
 
+from . import run_as_fairscale
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="4", help="how many (default: 4); with --bits several, as 1,2,3")
@@ -44,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--timeout", type=float, help="seconds (default: no limit)")
     parser.add_argument("--json", action="store_true", help="prints data, not text")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
-    parser.add_argument("program", help="a script; with -m, a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    run_as_fairscale.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

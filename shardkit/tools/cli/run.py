@@ -19,6 +19,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from . import run_as_fairscale
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -67,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks hang when none has made a step of an optimizer or printed anything for so long: that is a failure, "
         "which --restarts answers (default: 3600; 0: never)",
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
-    parser.add_argument("program", help="a script; with -m, a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    run_as_fairscale.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

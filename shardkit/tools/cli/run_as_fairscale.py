@@ -18,6 +18,7 @@ RUNS_A_PROGRAM = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds a program and its own arguments, which come last."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module's name")
     parser.add_argument("program", help="a script; with -m, a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")

@@ -17,8 +17,7 @@ from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError
 
 from . import rewriting
-from .interfaces import Interfaces, objection
-from .rewriting import Note, Rewritten
+from .rewriting import Interfaces, Note, Rewritten, objection
 
 PYTHON = frozenset({".py", ".pyi", ".pyw"})
 _LARGEST_CONFIGURATION = 1 << 20  # bytes; what is larger is data

@@ -1,19 +1,30 @@
-"""State that each simulated rank of a rehearsal has of its own, which a process has for itself."""
+"""State that each simulated rank of a rehearsal has of its own, which a process has for itself; and what it does."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
-from shardkit.backends.diagnosis.places import SourceLine
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader
+
+from shardkit.backends.diagnosis.calls import Call, SourceLine, here
 from shardkit.backends.simulated.group import SimulatedGroup
-from shardkit.types import StateDict
+from shardkit.backends.simulated.rank_threads import Condition, RankThreads
+from shardkit.optimizers.stepping import take_part
+from shardkit.torch_seams.live_memory import LiveTensors, parts_with_memory
+from shardkit.types import StateDict, Tree
 
 
 class Sent(NamedTuple):
@@ -117,3 +128,202 @@ def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.T
         start(thread)
 
     return functools.wraps(start)(started)
+
+
+# ------------------------------------------------------------ what ranks do
+# Steps, losses, passes over data, what they send. The script does nothing for it.
+class EnoughSteps(BaseException):
+    """A rank has made as many steps as were asked for; no error, so that no ``except Exception`` keeps it."""
+
+
+AfterStep = Callable[[int, Optimizer], None]
+
+
+class _Nothing:
+    """Makes shardkit's own hooks come before ours: what they undo after a step is undone when we end it."""
+
+    def before(self, optimizer: Optimizer) -> None: ...
+    def after(self, optimizer: Optimizer) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+class _Inside(threading.local):
+    """How many optimizers' steps, or backwards, this thread is inside of."""
+
+    depth = 0
+
+
+class Goal:
+    """After so many steps of an optimizer a rank waits for the others; when all have come so far, all end.
+
+    Where the others wait for this one elsewhere, it goes on: it trains something by itself, or they would hang.
+    """
+
+    def __init__(self, steps: int, threads: RankThreads) -> None:
+        self._steps, self._threads = steps, threads
+        self._there: set[int] = set()
+
+    def reached(self, rank: Rank, made: int) -> None:
+        """``rank`` has made that many."""
+        if made < self._steps:
+            return
+        self._there.add(rank.number)
+        awaited = Condition(lambda: self._there >= self._threads.left, optional=True)
+        call = Call("steps", made, f"its step {made}, the last of the rehearsal,", 0, "")
+        self._threads.wait(rank.number, awaited, call)
+        if not awaited.released:
+            raise EnoughSteps
+        self._there.discard(rank.number)
+
+
+class WholeBatches:
+    """Lets one rank draw in a step what many ranks drew together.
+
+    Args:
+        passes: one of these ranks' passes over DataLoaders.
+        ranks: how many they were.
+
+    [Note: one process beside many] A DistributedSampler deals out samples in turns. So the k-th batches of all ranks
+    together are the k-th batch of one rank with a batch size that is as many times larger. A script that divides a
+    global batch size itself has the larger one already: then nothing is changed.
+    """
+
+    def __init__(self, passes: Sequence[Loader], ranks: int) -> None:
+        self._passes, self._ranks = iter(passes), ranks
+
+    def enlarge(self, loader: Tree) -> None:
+        """The next pass is over ``loader``."""
+        before, sampler = next(self._passes, None), loader.batch_sampler
+        if before is None or type(sampler) is not BatchSampler or not before.batch_size:
+            return
+        if sampler.batch_size == before.batch_size:
+            sampler.batch_size *= self._ranks
+
+
+@contextlib.contextmanager
+def watching(
+    goal: Goal | None, batches: WholeBatches | None = None, after_step: AfterStep | None = None
+) -> Iterator[None]:
+    """Inside, :class:`RankRecord` of each rank is kept, and ranks end at the goal."""
+    mine = _Inside()
+
+    def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        mine.depth += 1
+
+    def after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        mine.depth = max(0, mine.depth - 1)
+        rank = current()
+        if rank is None or mine.depth:  # an optimizer inside of another one
+            return
+        steps = rank.seen.by_optimizer.pop(id(optimizer), [])
+        steps.append(rank.seen.pending)
+        rank.seen.by_optimizer[id(optimizer)], rank.seen.pending = steps, []
+        if after_step is not None:
+            after_step(rank.number, optimizer)
+        if goal is not None:
+            goal.reached(rank, len(steps))
+
+    take_part(_NOTHING)
+    with ExitStack() as stack:
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            stack.callback(handle.remove)
+        for owner, name, replace in (
+            (torch.Tensor, "backward", _noting_losses),
+            (DataLoader, "__iter__", functools.partial(_noting_loaders, batches)),
+            (torch.UntypedStorage, "resize_", resizing),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replace(getattr(owner, name))))
+        yield
+
+
+def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
+    mine = _Inside()
+
+    @functools.wraps(backward)
+    def noting(loss: torch.Tensor, *args: object, **kwargs: object) -> None:
+        rank = current()
+        if rank is not None and not mine.depth and type(loss) is torch.Tensor and loss.numel() == 1:
+            rank.seen.pending.append(float(loss.detach()))
+        mine.depth += 1  # torch calls it again where a mode is around it
+        try:
+            backward(loss, *args, **kwargs)
+        finally:
+            mine.depth -= 1
+
+    return noting
+
+
+def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) -> Callable[..., Tree]:
+    @functools.wraps(iterate)
+    def noting(loader: Tree) -> Tree:
+        rank = current()
+        if rank is not None:
+            if whole is not None:
+                whole.enlarge(loader)
+            try:
+                batches: int | None = len(loader)
+            except (TypeError, NotImplementedError):
+                batches = None
+            rank.seen.loaders.append(Loader(here(), batches, loader.batch_size))
+        return iterate(loader)
+
+    return noting
+
+
+def note_call(rank: Rank, call: Call, place: SourceLine, size: int, world_size: int) -> None:
+    """A collective over ``size`` bytes among ``world_size`` ranks."""
+    kind = Sent(call.operation.partition("(")[0], place)
+    rank.seen.calls[kind] += 1
+    if call.operation == "send":
+        rank.seen.sent[kind] += size
+    elif call.operation != "recv":
+        twice = 2 if call.operation.startswith("all_reduce") else 1
+        rank.seen.sent[kind] += twice * size * (world_size - 1) // world_size
+
+
+# ------------------------------------------------------------ memory
+_active: dict[int, RankMemory] = {}  # by rank
+
+
+class RankMemory(LiveTensors):
+    """Counts the bytes of the storages that a rank's operations make, for as long as they live.
+
+    Args:
+        threads: what they do for all ranks together does not count.
+    """
+
+    def __init__(self, rank: Rank, threads: RankThreads) -> None:
+        super().__init__()
+        self._rank, self._threads = rank, threads
+
+    def __enter__(self) -> Tree:
+        _active[self._rank.number] = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Tree) -> None:
+        _active.pop(self._rank.number, None)
+        super().__exit__(*error)
+
+    def add(self, tensors: object) -> None:
+        if not self._threads.is_finishing:
+            given = [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)]
+            super().add([part for t in given for part in parts_with_memory(t) if not part.is_meta])
+
+    def grown(self) -> None:
+        self._rank.seen.peak = max(self._rank.seen.peak, self.bytes)
+
+
+def resizing(resize: Callable[..., Tree]) -> Callable[..., Tree]:
+    """``UntypedStorage.resize_``, by which sharded models take and give back memory: no operation tells of it."""
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Tree:
+        result = resize(storage, size)
+        rank = current()
+        counting = None if rank is None else _active.get(rank.number)
+        if counting is not None:
+            counting.count(storage)
+        return result
+
+    return resize_

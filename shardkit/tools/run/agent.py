@@ -32,9 +32,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
-from .addresses import is_reachable
-from .causes import STOPPED, Failure, Page, first_cause, where_it_stood
-from .news import News
+from ..doctor.network import is_reachable
+from .news import STOPPED, Failure, News, Page, first_cause, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
 _MOMENT = 0.05

@@ -28,7 +28,7 @@ from ...errors import ConfigurationError
 from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
-from .addresses import can_host, interface_of, own_address
+from ..doctor.network import can_host, interface_of, own_address
 from .agent import Agent, RankLogs, RunOnMachine
 from .news import News
 

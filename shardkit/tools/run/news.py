@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ...errors import CONSEQUENCES
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
-from .causes import Page
 
 _EVERY = 0.5  # seconds between progress lines
 _CHUNK = 1 << 16
@@ -118,3 +121,193 @@ class News:
         if self._line:
             sys.stderr.write("\r" + " " * len(self._line) + "\r")
             self._line = ""
+
+
+# ------------------------------------------------------------ which rank was the cause, and what is said about each
+STOPPED = 75  # EX_TEMPFAIL: the program was asked to stop, has saved, and can be started again
+_OF_GLOO = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe")
+_INSIDE = re.compile(r" \(\[/.*\)$")  # where in gloo's source it was found
+_LINES, _LETTERS = 40, 600  # of a traceback, and of a message
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that has failed, or has made others fail.
+
+    Attributes:
+        rank: global.
+        status: exit status; negative: the signal that ended it.
+        noticed: when that was seen (seconds since the epoch).
+        files: path of its files, without their endings.
+        fault: what it did, where it is no error of its own: it hangs, or left too early.
+    """
+
+    rank: int
+    pid: int
+    status: int
+    noticed: float
+    files: Path
+    fault: str = ""
+
+    def _error(self) -> dict[str, str]:
+        """Returns the exception, as the rank wrote it down; empty if it could not."""
+        try:
+            message = json.loads(self.files.with_name(self.files.name + ".error.json").read_text())["message"]
+            extra = message["extraInfo"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return {
+            "text": message["message"],
+            "trace": extra["py_callstack"],
+            "time": str(extra.get("time", "")),
+        }
+
+    @property
+    def when(self) -> float:
+        return float(self._error().get("time") or self.noticed)
+
+    @property
+    def error_text(self) -> str:
+        """The exception in a line; "" if the rank wrote none down."""
+        return _INSIDE.sub("", self._error().get("text", "").strip().partition("\n")[0])[:_LETTERS]
+
+    @property
+    def text(self) -> str:
+        """The exception, or how the process ended, in a line."""
+        if self.error_text:
+            return self.error_text
+        if self.status < 0:
+            return f"ended by {signal_name(-self.status)}{_KNOWN.get(-self.status, '')}"
+        return f"ended with exit status {self.status}"
+
+    @property
+    def headline(self) -> str:
+        """Says what became of it, after "rank N of M"."""
+        return self.fault or f"failed: {self.text}"
+
+    @property
+    def steps(self) -> int:
+        """How many steps of an optimizer it has made."""
+        return steps_of(self.files.with_name(self.files.name + ".steps"))[0]
+
+    @property
+    def trace(self) -> str:
+        """The traceback, or the last lines that it printed."""
+        trace = self._error().get("trace", "").rstrip()
+        lines = trace.splitlines() or [
+            line
+            for line in tail(self.files.with_name(self.files.name + ".err"), 15)
+            if not line.startswith("[W")
+        ]
+        if len(lines) > _LINES:
+            lines = [*lines[:5], f"  ... {len(lines) - _LINES} lines", *lines[5 - _LINES :]]
+        return "\n".join(lines)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it says no more than that another rank is gone."""
+        text = "" if self.fault else self._error().get("text", "")
+        return text.startswith(CONSEQUENCES) or bool(_OF_GLOO.search(text))
+
+
+_KNOWN = {
+    int(signal.SIGKILL): (
+        " (from outside: the kernel does so where memory is short, see dmesg; schedulers do so at limits)"
+    ),
+    int(signal.SIGSEGV): " (a crash in compiled code)",
+    int(signal.SIGABRT): " (compiled code gave up; what it printed says why)",
+    int(signal.SIGBUS): " (mostly: /dev/shm is full, or a mapped file was cut)",
+}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> Failure:
+    """Returns the earliest one that is no consequence of another's.
+
+    Args:
+        left: ranks that ended with status 0. Where those that failed have only lost another rank, it is one of these
+            that they have lost, unless most ranks have ended so: then the others do more than all have agreed on.
+    """
+    cause = min(failures, key=lambda f: (f.is_consequence, f.when))
+    if left and cause.is_consequence and len(left) <= len(failures):
+        return min(left, key=lambda f: (f.steps, f.when))
+    return cause
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """Returns the last lines of a file."""
+    try:
+        return path.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
+
+
+# ------------------------------------------------------------ the page
+_WIDTH = 100
+_OTHERS = 16  # ranks of which a line is shown
+
+
+@dataclass
+class Page:
+    """Collects what is known about a failure.
+
+    Attributes:
+        headline: what happened, in a line.
+        cause: the rank that failed first, if one did.
+        others: a sentence about each other rank.
+        checkpoint: the last complete one.
+        next_step: what happens now, or the command that resumes.
+        note: further lines.
+    """
+
+    headline: str
+    run: str
+    attempt: int
+    cause: Failure | None
+    others: dict[int, str]
+    checkpoint: Path | None
+    next_step: str
+    note: str = ""
+
+    def text(self) -> str:
+        where = f"run {self.run}, attempt {self.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        lines = ["=" * _WIDTH, self.headline, where]
+        if self.cause is not None:
+            steps = self.cause.steps
+            lines[2] += (
+                f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
+            )
+            shown = self.cause.trace
+            lines += ["", shown] if shown else []
+        lines += ["", self.note] if self.note else []
+        if self.others:
+            lines += ["", "The others:"]
+            lines += [f"  rank {rank} {text}" for rank, text in sorted(self.others.items())[:_OTHERS]]
+            if len(self.others) > _OTHERS:
+                lines.append(f"  ... and {len(self.others) - _OTHERS} more")
+        saved = "none" if self.checkpoint is None else str(self.checkpoint)
+        lines += ["", f"Last complete checkpoint: {saved}", self.next_step]
+        if self.cause is not None:
+            lines.append(f"Its output: {self.cause.files}.out, {self.cause.files}.err")
+        return "\n".join([*lines, "=" * _WIDTH, ""])
+
+
+def where_it_stood(files: Path) -> str:
+    """Reads what a rank's thread for questions has written, or what faulthandler has; "" if neither."""
+    try:
+        text = files.with_name(files.name + ".where").read_text().strip()
+    except OSError:
+        text = ""
+    if text:
+        return text
+    for line in tail(files.with_name(files.name + ".stacks"), 60):
+        name = line.strip()
+        if name.startswith('File "') and "/torch/" not in name and "/shardkit/" not in name:
+            return f"stood at {name}"
+    return ""

@@ -2,11 +2,11 @@
 
 from shardkit.compat.redirected import redirected_names
 
-from .data_parallel import GossipOptions as GossipOptions
-from .data_parallel import Nodes as Nodes
-from .data_parallel import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
-from .data_parallel import SlowMoDataParallel as SlowMoDataParallel
-from .data_parallel import SlowMomentumOptions as SlowMomentumOptions
+from .distributed import GossipOptions as GossipOptions
+from .distributed import Nodes as Nodes
+from .distributed import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+from .distributed import SlowMoDataParallel as SlowMoDataParallel
 from .distributed import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
+from .distributed import SlowMomentumOptions as SlowMomentumOptions
 
 __getattr__ = redirected_names(__name__)
