@@ -19,6 +19,7 @@ from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..optimizers.shards import listing_of
 from ..types import AnyCallable, Tree
 from .flat_param import FlatParam
+from .optimizer_check import first_steps
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
         yield
         steps.step_rest(optimizer)
     finally:
-        steps.end()
+        steps.end(optimizer)
 
 
 class _StepsByUnit:
@@ -68,19 +69,16 @@ class _StepsByUnit:
                 "if it updates every element by itself: shardkit.declare_elementwise"
             )
         self._listed = _listed(optimizer)
-        # by what they are of, of each group; under None what is sharded otherwise or not at all
         are_there = False
-        found: dict[FlatParam | None, list[list[nn.Parameter]]] = {None: [[] for _ in self._listed]}
+        found: dict[FlatParam, list[list[nn.Parameter]]] = {}  # by what they are of, of each group
         for k, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 listing = listing_of(param)
-                are_there = are_there or (listing is not None and listing.flat.offloaded is not None)
-                flat = None if listing is None or listing.flat.store.landing is None else listing.flat
-                found.setdefault(flat, [[] for _ in self._listed])[k].append(param)
-        self._rest = found.pop(None)
-        self._parts = {
-            flat: _part_of(optimizer, params) for flat, params in found.items() if flat is not None
-        }
+                if listing is not None and listing.flat.offloaded is not None:
+                    are_there = True
+                    if listing.flat.store.landing is not None:
+                        found.setdefault(listing.flat, [[] for _ in self._listed])[k].append(param)
+        self._parts = {flat: _part_of(optimizer, params) for flat, params in found.items()}
         self._stepped: set[FlatParam] = set()
         self._thread = 0  # that runs the block; backward may run in others
         if not are_there:  # else one rank that has all of them may need no copy
@@ -107,6 +105,8 @@ class _StepsByUnit:
                 "step_in_backward: the optimizer has hooks before its step (register_step_pre_hook), or a step() of "
                 "its own, which would come after the steps of units; remove them, or call step() after backward"
             )
+        first_steps.before(optimizer, is_due=False)
+        first_steps.by_unit.add(optimizer)
         self._stepped, self._thread = set(), threading.get_ident()
         for flat, part in self._parts.items():
             part.state = optimizer.state
@@ -115,8 +115,9 @@ class _StepsByUnit:
             if (landing := flat.store.landing) is not None:
                 landing.then = partial(self._step, flat)
 
-    def end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         """Gradients are the program's again."""
+        first_steps.by_unit.discard(optimizer)
         for flat in self._parts:
             if (landing := flat.store.landing) is not None:
                 landing.then = None
@@ -147,15 +148,8 @@ class _StepsByUnit:
         for flat in self._parts:
             if flat not in self._stepped:
                 self._step(flat)
-        lists = [group["params"] for group in optimizer.param_groups]
-        for group, rest in zip(optimizer.param_groups, self._rest, strict=True):
-            group["params"] = rest
-        try:
-            optimizer.step()
-            optimizer.zero_grad()
-        finally:
-            for group, params in zip(optimizer.param_groups, lists, strict=True):
-                group["params"] = params
+        optimizer.step()  # over what has a gradient still
+        optimizer.zero_grad()
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
@@ -164,24 +158,20 @@ _scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled 
 
 def notice_scaling() -> None:
     """From now on it is known whether a gradient scaler has scaled a loss."""
-    if GradScaler.scale is not _scale:
-        GradScaler.scale, GradScaler.update = _scale, _update  # type: ignore[method-assign]
+    if not hasattr(GradScaler.scale, "__wrapped__"):
+        scale, update = GradScaler.scale, GradScaler.update
+        GradScaler.scale, GradScaler.update = _noted(scale, True), _noted(update, False)  # type: ignore[method-assign]
 
 
-_of_torch: tuple[AnyCallable, AnyCallable] = GradScaler.scale, GradScaler.update
+def _noted(method: AnyCallable, scales: bool) -> AnyCallable:
+    @functools.wraps(method)
+    def noted(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
+        _scaling.pop(threading.get_ident(), None)
+        if scales and self.is_enabled():
+            _scaling[threading.get_ident()] = weakref.ref(self)
+        return method(self, *args, **kwargs)
 
-
-@functools.wraps(_of_torch[0])
-def _scale(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
-    if self.is_enabled():
-        _scaling[threading.get_ident()] = weakref.ref(self)
-    return _of_torch[0](self, *args, **kwargs)
-
-
-@functools.wraps(_of_torch[1])
-def _update(self: GradScaler, *args: Tree, **kwargs: Tree) -> None:
-    _scaling.pop(threading.get_ident(), None)
-    _of_torch[1](self, *args, **kwargs)
+    return noted
 
 
 def _listed(optimizer: Optimizer) -> list[list[int]]:

@@ -273,7 +273,7 @@ class FlatParam:
         Autograd refuses graphs that they were held for.
         """
         self.store.release()
-        self.store.forget_copy()
+        self.store.copied = None  # somebody may have written to the shard around its version
         self.kept_at = self.host = None
         if self.held_at is not None:
             self.held_at = None

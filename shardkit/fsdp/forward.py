@@ -320,11 +320,11 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     return entered
 
 
-def _leave_page(engine: Engine, page: Page | None, is_outermost: bool) -> None:
-    if engine.activations is not None and page is not None:
-        engine.activations.leave(page)
-    if engine.activations is not None and is_outermost:
-        engine.activations.settle()
+def _leave_page(engine: Engine, activations: Activations, page: Page | None, is_outermost: bool) -> None:
+    if page is not None:
+        activations.leave(page)
+    if is_outermost:
+        activations.settle()
         engine.activations = None  # the graph alone keeps them from now on
 
 
@@ -334,7 +334,7 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
     if engine.activations is not None:
-        _leave_page(engine, page, is_outermost)
+        _leave_page(engine, engine.activations, page, is_outermost)
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
     except RuntimeError:
@@ -373,7 +373,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
     engine, is_outermost, _, in_trace, _, page = entered
     if engine.activations is not None:
-        _leave_page(engine, page, is_outermost)
+        _leave_page(engine, engine.activations, page, is_outermost)
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

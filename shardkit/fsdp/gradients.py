@@ -19,7 +19,7 @@ from typing import final
 
 import torch
 
-from ..backend import DONE, Group, ReduceOp, Work
+from ..backend import DONE, Copy, Group, ReduceOp, Work
 from ..layout import Piece, ShardLayout, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
@@ -30,7 +30,6 @@ from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
 from .flat_param import FlatParam
 from .flat_values import rank_by_rank
-from .landing import Arriving
 from .originals import SplitParameter, as_tensors
 from .registered import Registered, add_gradient
 
@@ -86,7 +85,8 @@ class GradientPack(ABC):
         )
         self.in_flight: Reduction | None = None
         self.replicas: Group | CompressedAllReduce | None = None
-        self._arriving: list[tuple[list[bool], Arriving, bool]] = []  # at a shard on the host
+        # at a shard on the host: who had it, where it comes to, whether all had
+        self._arriving: list[tuple[list[bool], tuple[torch.Tensor, Copy], bool]] = []
         with as_tensors():
             self.trainable = [m.param.requires_grad for m in flat.originals]
         self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
@@ -194,11 +194,11 @@ class GradientPack(ABC):
 
     def land(self) -> None:
         """Waits for what is on its way to the host; the shard has its gradient then."""
-        arriving, self._arriving = self._arriving, []
-        for had, gradient, had_all in arriving:
-            self._give(had, gradient.finish(), had_all)
         landing = self._flat.store.landing
         if landing is not None:
+            arriving, self._arriving = self._arriving, []
+            for had, gradient, had_all in arriving:
+                self._give(had, landing.finish(*gradient), had_all)
             landing.landed(bool(arriving))
 
     def _give(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
@@ -228,8 +228,8 @@ class GradientPack(ABC):
             work.wait()
             self._arrived()
         arriving, self._arriving = self._arriving, []
-        for _, gradient, _ in arriving:
-            gradient.finish()
+        for _, (_, work), _ in arriving:
+            work.wait_on_host()
 
     @abstractmethod
     def _arrived(self) -> None:

@@ -21,16 +21,58 @@ it waits for its gradient, runs the optimizer over it, and sends the new values 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 import torch
 
-from ..backend import DONE, Copy
-from .landing import Landing
+from ..backend import DONE, Backend, Copy
 from .store import Stored
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
+
+_holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
+_one = torch.empty(1)
+_ALONE = _holders_of(_one.untyped_storage()._cdata)
+
+
+class Landing:
+    """Brings gradients of one shard from the device to the host.
+
+    Attributes:
+        is_idle: a gradient has come since the copy was read: the device, too, is through with it.
+        then: called when a backward has brought its gradient.
+    """
+
+    def __init__(self, backend: Backend, size: int, dtype: torch.dtype) -> None:
+        self._backend, self._size, self._dtype = backend, size, dtype
+        self._memory: dict[torch.dtype, torch.Tensor] = {}  # pinned
+        self.is_idle = False
+        self.then: Callable[[], None] | None = None
+
+    def start(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Copy]:
+        """Copies a gradient of the device, [S], beside what is computed; returns where to."""
+        memory = self._unused(gradient.dtype)
+        return memory, self._backend.copy_down(memory, gradient)
+
+    def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
+        """Waits for what :meth:`start` has begun; returns it in the shard's dtype, [S]."""
+        work.wait_on_host()
+        return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
+
+    def landed(self, waited: bool) -> None:
+        """Notes that the shard has its gradient; whether the host has ``waited`` for it."""
+        self.is_idle = self.is_idle or waited
+        if self.then is not None:
+            self.then()
+
+    def _unused(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
+        kept = self._memory.get(dtype)
+        if kept is None or _holders_of(kept.untyped_storage()._cdata) > _ALONE:
+            kept = self._memory[dtype] = self._backend.pinned(self._size, dtype)
+        return kept.view(-1)
 
 
 @final
@@ -47,11 +89,7 @@ class Mirrored(Stored):
         size = flat.layout.shard_numel
         self.copy = torch.empty(size, dtype=self._dtype, device=self._device)
         self._staged = self._backend.pinned(size, self._dtype)
-        self._copied: tuple[int, int] | None = None  # version and memory of the shard that it is a copy of
         self._work: Copy = DONE
-
-    def forget_copy(self) -> None:
-        self._copied = None
 
     def _now(self) -> tuple[int, int]:
         return self._flat.version, self._flat.param.data_ptr()
@@ -59,18 +97,17 @@ class Mirrored(Stored):
     @torch.no_grad()
     def renew(self, always: bool = True) -> None:
         """Copies the shard to the device, beside what is computed; where it has another version, or ``always``."""
-        if not always and self._copied == self._now():
+        if not always and self.copied == self._now():
             return
         if not self._work.is_done():  # nothing has been computed with what came up last
             self._work.wait_on_host()
         self._work.wait()
         self._staged.copy_(self._flat.param.data.view(-1))
         self._work = self._backend.copy_up(self.copy, self._staged, at_once=self.landing.is_idle)
-        self._copied = self._now()
+        self.copied = self._now()
 
     def sent(self) -> torch.Tensor:
-        if self._copied != self._now():
-            self.renew()
+        self.renew(always=False)
         self._work.wait()
         self.landing.is_idle = False
         return self.copy

@@ -160,13 +160,18 @@ class _FirstSteps:
     """Looks again when an optimizer has other parameters or loaded state, or when more modules were wrapped.
 
     What is a collective depends on the optimizer alone: ranks, which may be threads, wrap at times of their own.
+
+    Attributes:
+        by_unit: optimizers in whose place others step now over shards that the device has a copy of.
     """
 
     def __init__(self) -> None:
         self.wrapped = 0
+        self.by_unit = weakref.WeakSet[Optimizer]()
         self._looked: weakref.WeakKeyDictionary[Optimizer, _Looked] = weakref.WeakKeyDictionary()
 
-    def before(self, optimizer: Optimizer) -> None:
+    def before(self, optimizer: Optimizer, *, is_due: bool = True) -> None:
+        """Looks, and puts aside; with ``is_due=False`` it looks alone, before there are gradients."""
         looked = self._looked.get(optimizer)
         if looked is None:
             looked = self._looked[optimizer] = _Looked()
@@ -177,6 +182,8 @@ class _FirstSteps:
         if looked.numbers != now:
             _look_at(optimizer, looked)
             looked.numbers = now
+        if not is_due:
+            return
         for refs in looked.listings:
             listings = [listing for ref in refs if (listing := ref()) is not None]
             if listings:
@@ -198,7 +205,7 @@ class _FirstSteps:
                     flat.unused.is_noted = False
         for ref in () if looked is None else looked.copied:
             if (flat := ref()) is not None and isinstance(flat.store, Mirrored):
-                flat.store.renew(flat.trains)
+                flat.store.renew(flat.trains and optimizer not in self.by_unit)
 
 
 def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
@@ -232,13 +239,13 @@ def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
     looked.copied = [weakref.ref(flat) for flat in changed if flat.offloaded is not None]
 
 
-_first_steps = _FirstSteps()
+first_steps = _FirstSteps()
 
 
 def check_first_steps() -> None:
     """Notes that a flat parameter was made: optimizers are looked at before their next step."""
-    _first_steps.wrapped += 1
-    take_part(_first_steps)
+    first_steps.wrapped += 1
+    take_part(first_steps)
     if torch.optim.Muon.__init__ is not _make_muon:
         torch.optim.Muon.__init__ = _make_muon  # type: ignore[method-assign]
 

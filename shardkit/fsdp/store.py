@@ -54,7 +54,6 @@ from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
 from .flat_values import Unpacking, Unpacks, own_part, own_shard, taken_apart, unpacked
-from .landing import Landing
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -66,6 +65,7 @@ from .originals import (
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
+    from .masters import Landing
 
 
 class State(Enum):
@@ -116,12 +116,14 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
+        copied: version and memory of the shard that the device has a copy of, on the host.
         landing: brings gradients to a shard on the host beside what is computed, where something does.
     """
 
     keeps_shapes = True
     serves_on = False
     joins: object = None
+    copied: tuple[int, int] | None = None
     landing: Landing | None = None
 
     def __init__(self, flat: FlatParam) -> None:
@@ -199,10 +201,6 @@ class Store(ABC):
     def forget_kept(self) -> None:
         """Goes from kept to released: the shards may have changed."""
         self.state = RELEASED
-
-    def forget_copy(self) -> None:
-        """Somebody may have written to the shard around its version."""
-        return
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:

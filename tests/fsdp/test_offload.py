@@ -274,6 +274,14 @@ def _refused(rank: int) -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ConfigurationError, match="hooks before"), shardkit.step_in_backward(optimizer):
         pass
+    models = [FSDP(nn.Linear(n, n), offload=MASTERS) for n in (4, 5)]
+    one, other = (torch.optim.Adam(m.parameters()) for m in models)
+    for adam, m, n in ((one, models[0], 4), (other, models[1], 5)):
+        with shardkit.step_in_backward(adam):
+            m(torch.ones(2, n)).sum().backward()
+    other.load_state_dict(one.state_dict())
+    with pytest.raises(ConfigurationError, match="has loaded"), shardkit.step_in_backward(other):
+        pass
 
 
 def test_what_can_not_be_right_is_refused() -> None:
