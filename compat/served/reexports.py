@@ -214,7 +214,7 @@ REEXPORTED = {
     "nn.pipe.copy: Copy, Wait; nn.pipe.parts: Checkpointing, Tensors, current_stream, fork, join, "
     "use_device; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.worker: Task, "
     "create_workers, join_workers; pipeline.microbatch: Batch, Value as TensorOrTensors; "
-    "pipeline.schedule: ticks as clock_cycles; pipeline.skip: SkipLayout",
+    "pipeline.pipe: ticks as clock_cycles; pipeline.skip: SkipLayout",
     "nn.pipe.rpc":
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe.types: PipeMessage; pipeline.async_pipe: "
     "AsyncPipe, PipeRPCWrapper; pipeline.microbatch: Value as TensorOrTensors",

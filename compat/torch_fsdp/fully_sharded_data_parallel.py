@@ -37,7 +37,7 @@ from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import Ignored, Options, modules_outside_units, summoned
 from shardkit.fsdp.unit import Unit
 from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
-from shardkit.torch_fsdp.start_values import broadcast_buffers, materialize_each, move_buffers, move_from_host
+from shardkit.torch_fsdp.arguments import broadcast_buffers, materialize_each, move_buffers, move_from_host
 from shardkit.types import Kwargs, ProcessGroup, Tree
 
 from . import api, arguments, facts

@@ -15,8 +15,14 @@ from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.optim_state import parameters_of
 from shardkit.fsdp.state import plain_name
-from shardkit.optimizer_state.forms import Source, from_rank_0, from_state, gather_by_name, shard_by_name
-from shardkit.optimizer_state.gathering import Form
+from shardkit.optimizer_state.forms import (
+    Form,
+    Source,
+    from_rank_0,
+    from_state,
+    gather_by_name,
+    shard_by_name,
+)
 from shardkit.optimizer_state.slots import Slot
 from shardkit.torch_seams.dtensors import cut_rows, mesh_over
 from shardkit.types import ParamGroup, ProcessGroup, SavedState, StateDict

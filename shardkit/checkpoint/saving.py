@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ..checks import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import note_checkpoints
-from ..optimizer_state.gathering import kinds_everywhere
+from ..optimizer_state.forms import kinds_everywhere
 from ..optimizer_state.leaves import Leaf, Ranks
 from ..optimizer_state.slots import Slot
 from ..progress import note_error, noting_errors

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..backend import Group, ReduceOp, Work, WorkThen
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
-from ..optimizer_state.gathering import gather_states
+from ..optimizer_state.forms import gather_states
 from ..optimizer_state.kinds import is_elementwise
 from ..optimizer_state.slots import Slot, Span
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise

@@ -27,7 +27,7 @@ from ..types import AnyCallable, Args, Context, Kwargs, StateDict, Tree
 from ..wrapping.activations import patch_batchnorm
 from .microbatch import DeferredBatchNorm, Value, check, expect_micro_batches, join, split
 from .partition import PipeTypeError, check_balance, check_checkpoint, split_module, verify_distinct
-from .schedule import checkpointed_cells, move, run_cell
+from .pipe import checkpointed_cells, move, run_cell
 from .skip import Skippable, arriving_keys
 
 

@@ -1,8 +1,8 @@
 """Skip connections between layers of a ``nn.Sequential``, by name: one layer stashes a tensor, a later one pops it.
 
 In a pipeline a stashed tensor goes from the stage that stashes it right to the stage that pops it: it is one more
-result of the one and one more argument of the other (see ``schedule``), so that autograd and checkpointing need no
-special case. Without a pipeline it waits in a dictionary of the thread.
+result of the one and one more argument of the other ([Note: skip connections]), so that autograd and checkpointing
+need no special case. Without a pipeline it waits in a dictionary of the thread.
 
 From torchgpipe (Kim et al. 2020, arXiv 2004.09910), section 3.3, by way of fairscale.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardkit.pipeline.schedule import checkpointed_cells, ticks
+from shardkit.pipeline.pipe import checkpointed_cells, ticks
 
 
 @pytest.mark.parametrize("m", range(1, 6))

@@ -21,7 +21,7 @@ from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_lo
 from shardkit.layout import ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
-from shardkit.torch_fsdp.start_values import materialize, move_buffers
+from shardkit.torch_fsdp.arguments import materialize, move_buffers
 from shardkit.torch_seams.module_versions import versions_of
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
