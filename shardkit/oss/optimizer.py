@@ -70,9 +70,9 @@ class OSS(Optimizer):
         broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
             that all ranks hold the same values.
         sends_changes: what a step has changed travels, and nothing else: the same bits on all ranks, for a copy of what
-            a rank owns, and a wait of the host for how much that is. For weights of 16 bits beside an optimizer that
-            keeps masters, a small part of which changes in a step; where much changes, all is sent. Values written by
-            ``.data`` to parameters that another rank owns stay as they are.
+            a rank owns, two readings of what others own, and a wait of the host for how much that is. For weights of 16
+            bits beside an optimizer that keeps masters, a small part of which changes in a step; where much changes,
+            all is sent.
         mesh: all of its ranks, in place of ``group``.
         **defaults: arguments of ``optim``. Options of its param groups are the same on all ranks, or the update would
             not be; what a class of yours has for each rank is told by ``functools.partial(Class, name=...)``.

@@ -13,7 +13,6 @@ import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import final
 
 import torch
@@ -40,7 +39,6 @@ from .segments import FlatSegment
 Closure = Callable[[], Tree]
 State = StateDict
 logger = logging.getLogger("shardkit")
-_version = attrgetter("_version")
 
 
 class Placement(ABC):
@@ -187,7 +185,6 @@ class FlatParameters:
     ) -> None:
         self.params = list(params)
         self._group, self._sends_changes = group, sends_changes
-        self._others = [p for p, owner in zip(params, owners, strict=True) if owner != group.rank]
         step = alignment(params[0].element_size())
         self._layout = segment_layout([p.numel() for p in params], owners, group.world_size, step=step)
         self._pointers: list[int] = []
@@ -204,7 +201,6 @@ class FlatParameters:
         self._own = self.segment(self._group.rank)
         self._pointers = [p.data_ptr() for p in self.params]
         self._changed = ChangedParts(self._group, self._buffer, self._layout.sizes)
-        self._versions = -1
 
     def segment(self, rank: int) -> torch.Tensor:
         """Returns a rank's part of the buffer, [S]."""
@@ -219,9 +215,7 @@ class FlatParameters:
         if self._group.world_size == 1 and wire_dtype is None:
             return None
         if self._sends_changes:
-            before, self._versions = self._versions, sum(map(_version, self._others))
-            # somebody may have written to what others own, on this rank alone
-            return self._changed.send(everything=before != self._versions, label="updated parameters")
+            return self._changed.send("updated parameters")
         if wire_dtype is None or self._buffer.dtype != torch.float32:
             return self._group.all_gather_into(
                 self._buffer, self._own, self._layout.sizes, async_op=True, label="updated parameters"

@@ -18,6 +18,8 @@ from ..torch_seams.tensor_facts import INTEGERS
 
 _MOST = 255  # what a gap of one byte bridges
 _ALL = -1  # in place of a number of values
+# Numbers that are summed at once: on the host what is computed in between stays in its cache.
+_IN_CACHE, _AT_ONCE = 2**15, 2**23
 
 
 class Run(NamedTuple):
@@ -74,19 +76,35 @@ class ChangedParts:
         self._group, self._buffer, self._sizes = group, buffer, list(sizes)
         self._parts = torch.split_with_sizes(buffer, self._sizes)
         self._before: torch.Tensor | None = None  # [S], of this rank's part
+        self._received = torch.empty(0)  # what tells the other parts from others
+
+    def _others(self) -> torch.Tensor:
+        """Sums the bits of other ranks' parts, each times its position, 0-dim of int64."""
+        bits, total = INTEGERS[self._buffer.element_size()], self._buffer.new_zeros((), dtype=torch.int64)
+        at_once = _IN_CACHE if self._buffer.device.type == "cpu" else _AT_ONCE
+        factors = torch.arange(1, 2 * at_once, 2, device=self._buffer.device)
+        for rank, part in enumerate(self._parts):
+            for piece in part.view(bits).split(at_once) if rank != self._group.rank else ():
+                total = total * 31 + (piece * factors[: piece.numel()]).sum()
+        return total
+
+    def _note(self) -> None:
+        self._received = self._others()
 
     @torch.no_grad()
-    def send(self, *, everything: bool, label: str) -> Work:
-        """Sends what has changed (collective); all of it where a rank asks for ``everything``, or has much."""
+    def send(self, label: str) -> Work:
+        """Sends what has changed (collective); all of it where a rank has much, or not what it has received."""
         group, own = self._group, self._parts[self._group.rank]
-        run = difference(own, None if everything else self._before, 0)
+        is_same = self._before is not None and torch.equal(self._received, self._others())
+        run = difference(own, self._before if is_same else None, 0)
         count = 0 if run is None else _ALL if run.gaps is None else run.values.numel()
         counts = torch.empty(group.world_size, dtype=torch.int64, device=own.device)
         group.all_gather_into(counts, counts.new_tensor([count]), label=f"how many {label}")
         numels = counts.tolist()
         self._before = own.clone()
         if _ALL in numels:
-            return group.all_gather_into(self._buffer, own, self._sizes, async_op=True, label=label)
+            work = group.all_gather_into(self._buffer, own, self._sizes, async_op=True, label=label)
+            return WorkThen(work, self._note)
         if not any(numels):
             return DONE
         width = own.element_size()
@@ -105,5 +123,6 @@ class ChangedParts:
                 if rank != group.rank and n:
                     values = row[: n * width].view(own.dtype)
                     Run(0, row[n * width : n * (width + 1)], values).write(part)
+            self._note()
 
         return WorkThen(work, write)

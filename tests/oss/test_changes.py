@@ -66,7 +66,7 @@ def _both(rank: int, world_size: int, lr: float) -> tuple[float, float]:
             for (_, optimizer), model in zip(pairs, (dense, changes), strict=True):
                 for p in model.parameters():
                     if optimizer.owner_of(p) != rank:  # the owner's values count
-                        p.detach().add_(0.5)
+                        p.data.add_(0.5)
     return sent[0], sent[1]
 
 
