@@ -1,4 +1,4 @@
-"""What autograd saves in forward, in host memory until backward: unit by unit, both ways ahead of what is computed.
+"""Keeps what autograd saves in forward in host memory until backward, by unit, both ways ahead of what is computed.
 
 While a unit computes, what the one before it has saved goes to the host; the device has that of two units. The
 last unit's stays on the device, for backward begins with it, and so does what the root saves around its units. In
@@ -28,8 +28,8 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _hooks_here = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class _Storage:
-    """One storage that autograd has saved views of.
+class _SavedStorage:
+    """Moves one storage that autograd has saved views of.
 
     Attributes:
         views: these, as long as the device has them; each with its version.
@@ -72,7 +72,7 @@ class _Storage:
             self._copy = self._backend.copy_up(self._bytes, self._host)
         return self._bytes
 
-    def view(self, saved: _Saved) -> torch.Tensor:
+    def view(self, saved: _SavedView) -> torch.Tensor:
         """Returns one of the views again."""
         tensor, version = self.views[saved.number] if self.views else (None, 0)
         if self._changed[saved.number] if tensor is None else tensor._version != version:
@@ -93,11 +93,11 @@ class _Storage:
         return given
 
 
-class _Saved(NamedTuple):
+class _SavedView(NamedTuple):
     """Stands for a view of a storage in autograd's graph."""
 
-    page: Page
-    storage: _Storage
+    page: SavedInCall
+    storage: _SavedStorage
     number: int
     dtype: torch.dtype
     shape: torch.Size
@@ -105,13 +105,13 @@ class _Saved(NamedTuple):
     offset: int
 
 
-class Page:
-    """What is saved in one call of a unit."""
+class SavedInCall:
+    """Collects what autograd saves in one call of a unit."""
 
-    def __init__(self, backend: Backend, before: Page | None, parameters: set[int]) -> None:
+    def __init__(self, backend: Backend, before: SavedInCall | None, parameters: set[int]) -> None:
         self._backend, self._before, self._parameters = backend, before, parameters
-        self._storages: dict[int, _Storage] = {}
-        self._all: list[_Storage] = []
+        self._storages: dict[int, _SavedStorage] = {}
+        self._all: list[_SavedStorage] = []
         self._is_open = self._has_come = False
 
     def open(self) -> None:
@@ -134,12 +134,12 @@ class Page:
         key = tensor.untyped_storage()._cdata
         storage = self._storages.get(key)
         if storage is None:
-            storage = self._storages[key] = _Storage(self._backend, tensor)
+            storage = self._storages[key] = _SavedStorage(self._backend, tensor)
             self._all.append(storage)
         storage.views.append((tensor.detach(), tensor._version))
         storage.uses += 1
         place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return _Saved(self, storage, storage.uses - 1, *place)
+        return _SavedView(self, storage, storage.uses - 1, *place)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         nbytes = tensor.numel() * tensor.element_size()
@@ -148,7 +148,7 @@ class Page:
         return nbytes < _SMALL or tensor.untyped_storage()._cdata in self._parameters
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, _SavedView):
             return saved  # type: ignore[return-value]
         saved.page.come()
         if (before := saved.page._before) is not None:
@@ -174,7 +174,7 @@ class Page:
 
 
 class Activations:
-    """The pages of one forward of a root.
+    """Keeps the pages of one forward of a root: of each call of a unit, what autograd has saved in it.
 
     Args:
         parameters: what its units gather into.
@@ -182,30 +182,30 @@ class Activations:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
-        self._last: Page | None = None  # of the unit that was called last, on the device
-        self._leaving: Page | None = None
+        self._last: SavedInCall | None = None  # of the unit that was called last, on the device
+        self._leaving: SavedInCall | None = None
 
-    def enter(self, backend: Backend) -> Page | None:
-        """A unit is called; None where somebody else's hooks for saved tensors win."""
+    def enter(self, backend: Backend) -> SavedInCall | None:
+        """Notes that a unit is called; None where somebody else's hooks for saved tensors win."""
         hooks = _hooks_here(True)
-        if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Page):
+        if hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), SavedInCall):
             return None
         if self._last is not None:
             self.settle()
             self._leaving = self._last
             self._leaving.leave()
-        page = Page(backend, self._last, self._parameters)
+        page = SavedInCall(backend, self._last, self._parameters)
         page.open()
         return page
 
-    def leave(self, page: Page) -> None:
-        """The unit is through."""
+    def leave(self, page: SavedInCall) -> None:
+        """Notes that the unit is through."""
         page.close()
         self.settle()
         self._last = page
 
     def settle(self) -> None:
-        """What was on its way to the host has left."""
+        """Gives the memory back of what was on its way to the host."""
         if self._leaving is not None:
             self._leaving.settle()
             self._leaving = None

@@ -134,7 +134,7 @@ def _as_parts(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
 
 
 class Unpacks(Protocol):
-    """What copies values that were gathered, [W, S], to their places."""
+    """Copies values that were gathered, [W, S], to their places."""
 
     def unpack(self, gathered: torch.Tensor) -> None: ...
 

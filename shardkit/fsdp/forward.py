@@ -47,7 +47,7 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
-from .activations import Activations, Page
+from .activations import Activations, SavedInCall
 from .construct import announce, name_flats
 from .engine import (
     COMPILED_AUTOGRAD,
@@ -210,7 +210,7 @@ class Entered(NamedTuple):
     watcher: Unit | UnitCall
     range: Range
     inputs: tuple[Args, Kwargs]
-    page: Page | None = None
+    page: SavedInCall | None = None
 
 
 @not_compiled
@@ -320,7 +320,9 @@ def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     return entered
 
 
-def _leave_page(engine: Engine, activations: Activations, page: Page | None, is_outermost: bool) -> None:
+def _leave_page(
+    engine: Engine, activations: Activations, page: SavedInCall | None, is_outermost: bool
+) -> None:
     if page is not None:
         activations.leave(page)
     if is_outermost:

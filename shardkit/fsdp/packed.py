@@ -76,7 +76,7 @@ class NormalFloats:
 
 @final
 class Packed(Stored):
-    """What is gathered is bytes; original parameters are views of what they stand for."""
+    """Gathers bytes; original parameters are views of what they stand for."""
 
     def __init__(self, flat: FlatParam) -> None:
         self._weights = [original for original in flat.originals if isinstance(original, PackedWeight)]
