@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
@@ -95,7 +96,23 @@ def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient]) -> None:
 
 @functools.cache
 def _of_dtensors(kind: type[ShardGradient], dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
-    return dtensor if issubclass(dtensor, ShardGradient) else type("ShardGradient", (kind, dtensor), {})
+    if issubclass(dtensor, ShardGradient):
+        return dtensor
+
+    def dispatch(
+        cls: type, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        """Lets torch see plain DTensors: what it returns for a view has to have the class of what it is given."""
+        marked = [t for t in tree_leaves((args, kwargs)) if type(t) is cls]
+        for t in marked:
+            t.__class__ = dtensor
+        try:
+            return dtensor.__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            for t in marked:
+                t.__class__ = cls
+
+    return type("ShardGradient", (kind, dtensor), {"__torch_dispatch__": classmethod(dispatch)})
 
 
 def _is_clipping() -> bool:
