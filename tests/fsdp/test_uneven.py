@@ -186,7 +186,7 @@ def _costs(rank: int) -> list[float]:
 def test_a_rank_that_is_through_sends_what_others_send() -> None:
     (idle, idle_once), (busy, busy_once) = rank_pool(2).run(_costs)
     assert idle == pytest.approx(busy, abs=200)  # and some words on the control channel
-    assert idle_once == busy_once < 0.45 * busy  # one gather and one reduction in place of four and two
+    assert idle_once == busy_once <= 0.45 * busy  # one gather and one reduction in place of four and two
 
 
 def _two_backwards(call: Any) -> None:
