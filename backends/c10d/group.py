@@ -321,9 +321,8 @@ class C10dGroup(ObjectsOverTensors):
             return DONE
         if plan.in_rounds:
             return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
-        if (
-            self.world_size == 2
-        ):  # the own part stays where it is, and the other's is added to where it arrives
+        # of two ranks the own part stays where it is, and the other's is added to where it arrives
+        if self.world_size == 2:
             pieces = torch.split_with_sizes(input, parts)
             local, other, received = pieces[self.rank], pieces[1 - self.rank], shard
         else:  # the own part is copied, so that the input need not be taken apart

@@ -44,9 +44,8 @@ class ReplicaCall:
     group: tuple[int, ...]  # global ranks
     what: str
     label: str = field(default="", compare=False)
-    partition: Sequence[Sequence[int]] = field(
-        default=(), compare=False
-    )  # of all ranks, as the program has it
+    # of all ranks, as the program has it
+    partition: Sequence[Sequence[int]] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return f"{self.what} {self.label!r}" if self.label else self.what

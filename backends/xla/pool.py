@@ -75,9 +75,8 @@ def unpack(data: bytes) -> Tree:
 def serve(connection: multiprocessing.connection.Connection, world_size: int) -> None:
     """Runs in the child process, as its entry point; never returns."""
     os.setpgid(0, 0)  # what programs start, data loaders' workers for one, ends with this process
-    os.register_at_fork(
-        after_in_child=connection.close
-    )  # else they would hold it open when this process has died
+    # else they would hold it open when this process has died
+    os.register_at_fork(after_in_child=connection.close)
     die_with_parent()
     try:
         world = start_world(world_size)
@@ -171,10 +170,8 @@ def _replica(
     import torch_xla
 
     world = state.world
-    meeting, turns = (
-        world.meeting,
-        world.turns,
-    )  # of this job: another one may begin as soon as the last result is there
+    # of this job: another one may begin as soon as the last result is there
+    meeting, turns = world.meeting, world.turns
     turns.take(state.rank)
     try:
         state.enter()

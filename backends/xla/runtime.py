@@ -147,9 +147,8 @@ class RuntimeHost:
         """Returns each rank's payload, in group order."""
         if len(ranks) == 1:
             return [payload]
-        seed = (
-            xm.get_rng_state()
-        )  # each sync draws a new one: what a training draws would depend on our exchanges
+        # each sync draws a new one: what a training draws would depend on our exchanges
+        seed = xm.get_rng_state()
         try:
             return self._exchange_among_all(ranks, what, label, payload)
         finally:

@@ -692,9 +692,8 @@ def wake(state: ShardingState) -> None:
 
 
 def _wake(state: ShardingState) -> None:
-    if (
-        "borrowed" not in state.__dict__
-    ):  # it is no copy: other parameters were put in place of the listed ones
+    # it is no copy: other parameters were put in place of the listed ones
+    if "borrowed" not in state.__dict__:
         state.is_asleep = False
         end_move(state)
         return

@@ -82,11 +82,11 @@ from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.distributed_checkpoint import callers
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
     BackwardState,
+    callers,
     current_backward,
     frame_of_backward,
     moments,
@@ -412,9 +412,10 @@ class Engine:
         for unit in self.units:
             unit.engine, unit.enter_backward = self, partial(self.reach, unit)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
+        # as backward leaves them
         self._on_host = [
             unit for unit in reversed(self.units) if any(flat.offloaded is not None for flat in unit.flats)
-        ]  # as backward leaves them
+        ]
         self.set_accumulating([unit.accumulates for unit in self.units])
         self.rounds = rounds_of(self.units)
         self.activations: Activations | None = None

@@ -147,9 +147,8 @@ def _exported(
         yield from rename(found)
     if _is_here(root, on):
         sharded = {id(listing.param) for listing in root.all_listings()}
-        sharded.update(
-            id(original.param) for flat in root.all_flats() for original in flat.originals
-        )  # summoned
+        # where they are summoned
+        sharded.update(id(original.param) for flat in root.all_flats() for original in flat.originals)
         rest = unsharded(modules, sharded)
         yield from rename(
             {n: _cast(t.detach(), dtype) if isinstance(t, nn.Parameter) else t for n, t in rest}

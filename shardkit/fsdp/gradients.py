@@ -279,9 +279,8 @@ class GradientPack(ABC):
 
     def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> torch.Tensor:
         if self._microbatches and isinstance(replicas, Group):
-            everything = result.new_empty(
-                replicas.world_size * result.numel()
-            )  # their sums are another order's
+            # their sums are another order's
+            everything = result.new_empty(replicas.world_size * result.numel())
             with self._flat.ranges.replicas():
                 replicas.all_gather_into(everything, result, label=f"gradients of {self._flat.label}").wait()
             return everything

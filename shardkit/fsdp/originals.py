@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError, LifecycleError
-from ..torch_seams.distributed_checkpoint import callers
 from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
+from ..torch_seams.hooks import callers
 from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 

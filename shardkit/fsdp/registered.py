@@ -223,9 +223,8 @@ class RegisteredShards:
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
         """Whether nobody has replaced the memory of a registered parameter."""
-        now = (
-            map(_local_of, self.params) if self.are_dtensors else self._locals
-        )  # torch swaps what is in a DTensor
+        # torch swaps what is in a DTensor
+        now = map(_local_of, self.params) if self.are_dtensors else self._locals
         return not self._addresses or list(map(_address_of, now)) == self._addresses
 
     def are_alike(self) -> bool:

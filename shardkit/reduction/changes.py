@@ -108,9 +108,8 @@ class ChangedParts:
         if not any(numels):
             return DONE
         width = own.element_size()
-        nbytes = [
-            -(-n * (width + 1) // 8) * 8 for n in numels
-        ]  # so that each rank's values can be read in place
+        # so that each rank's values can be read in place
+        nbytes = [-(-n * (width + 1) // 8) * 8 for n in numels]
         arrived = torch.zeros(sum(nbytes), dtype=torch.uint8, device=own.device)
         rows = torch.split_with_sizes(arrived, nbytes)
         if run is not None and run.gaps is not None:

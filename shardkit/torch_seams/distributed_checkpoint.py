@@ -12,10 +12,8 @@ refuse what would be wrong, before anything is sent or changed. Nothing else tel
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from types import FrameType
 from typing import ClassVar, NoReturn
 
 import torch
@@ -23,6 +21,7 @@ from torch.optim import Optimizer
 
 from ..errors import ShardkitError
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
+from .hooks import callers
 from .tensor_facts import MarkedTensor, as_plain, stays_marked
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
@@ -96,11 +95,3 @@ def is_called_by(function: str) -> bool:
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _TORCHS:
             return True
     return False
-
-
-def callers() -> Iterator[FrameType]:
-    """The frames around the function that iterates, innermost first: its caller, the caller of that, and so on."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

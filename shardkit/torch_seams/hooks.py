@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -242,6 +242,14 @@ def frame_of_backward(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
     return frame
+
+
+def callers() -> Iterator[FrameType]:
+    """Yields the frames around the function that iterates: that of its caller, of the caller of that, and so on."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def inside_another_backward() -> bool:
