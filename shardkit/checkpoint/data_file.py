@@ -12,21 +12,22 @@ import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 
+from ..errors import ShardkitError
+from ..launching.run_folder import write_at_once
 from ..layout import Box
 from ..optimizer_state.leaves import Leaf
 from .collecting import RecordPart
-from .format.manifest import Hasher, hash_of, new_hasher
+from .files.writing import GuardedFile, write_atomically
+from .format.manifest import Hasher, Manifest, ManifestItem, StoredFile, hash_of, new_hasher, write_manifest
+from .format.metadata import METADATA
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from ..errors import ShardkitError
-from .files.writing import GuardedFile, write_atomically
-from .format.manifest import Manifest, ManifestItem, StoredFile, write_manifest
-from .format.metadata import METADATA
+    from torch.distributed.checkpoint.metadata import Metadata
 
 PREFIX, ENDING = "__", "_0.distcp"
 
@@ -148,12 +149,8 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
 
 def write_index(folder: str, rank: int, index: Index) -> None:
     """Writes a rank's index in one move: who sees the file sees all of it."""
-    path = os.path.join(folder, index_of(rank))
     text = json.dumps([index.bytes, index.hash, index.records])
-    with open(f"{path}.part", "w") as file:
-        file.write(text)
-        file.write(hash_of(text.encode(), "sha256"))
-    os.replace(f"{path}.part", path)
+    write_at_once(Path(folder, index_of(rank)), text + hash_of(text.encode(), "sha256"))
 
 
 def read_index(folder: str, rank: int) -> Index:
@@ -213,7 +210,11 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
     for rank in range(world_size):
         os.unlink(os.path.join(folder, index_of(rank)))
     records = {name_of(rank): index.records for rank, index in enumerate(indices)}
-    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
+    files = {}
+    for rank, (size, digest, written) in enumerate(indices):
+        if written:
+            items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in written)
+            files[name_of(rank)] = StoredFile(size, digest, items)
     describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
 
 
@@ -224,11 +225,6 @@ def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Ma
         file.write(metadata)
     stored = StoredFile(len(metadata), hash_of(metadata, manifest.hash))
     write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, METADATA: stored}))
-
-
-def _stored(index: Index) -> StoredFile:
-    items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in index.records)
-    return StoredFile(index.bytes, index.hash, items)
 
 
 def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
@@ -250,7 +246,8 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
                 dtype, shape = getattr(torch, record.dtype or ""), torch.Size(record.shape or ())
                 made = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, [])
                 found = tensors[record.name] = tensors.get(record.name, made)
-                if state.setdefault(record.name, found) is not found or _differ(found, made):
+                is_same = (found.size, found.properties.dtype) == (shape, dtype)
+                if state.setdefault(record.name, found) is not found or not is_same:
                     raise IncompleteError(
                         f"{record.name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
                         "others"
@@ -274,7 +271,3 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
     if hasattr(table, "version"):
         table.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return table
-
-
-def _differ(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bool:
-    return one.size != other.size or one.properties.dtype != other.properties.dtype

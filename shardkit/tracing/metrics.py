@@ -18,6 +18,7 @@ from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import Framework, ProcessGroup
 from .ranges import What, listen, now, stop_listening
+from .recording import part_path
 from .timeline import WAITING, is_collective
 
 Number: TypeAlias = float | int | torch.Tensor
@@ -277,7 +278,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         path = Path(path)
         if rank is not None:
-            path = path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+            path = part_path(path, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
 

@@ -194,11 +194,3 @@ def read_part(path: Path) -> TracePart:
         raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")
     part: TracePart = found  # type: ignore[assignment]
     return part
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is complete or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)

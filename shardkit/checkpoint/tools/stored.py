@@ -6,6 +6,7 @@ Legend: N numel of a tensor; a tensor's elements are in row-major order unless s
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import mmap
@@ -251,8 +252,13 @@ Path: TypeAlias = tuple[object, ...]
 # Under which programs keep the model's state dict in a file.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 _OPTIMIZER_KEYS = (
-    "optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers", "optimizer_states",
-)  # fmt: skip
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optimizer_state",
+    "optimizers",
+    "optimizer_states",
+)
 
 
 @dataclasses.dataclass
@@ -306,7 +312,7 @@ class Checkpoint:
 
 
 def dotted(path: Path) -> str:
-    """Keys joined as torch's planner does."""
+    """Joins keys as torch's planner does."""
     return ".".join(map(str, path))
 
 
@@ -330,7 +336,7 @@ def holds_tensors(value: object) -> bool:
 
 
 def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
-    """Tensors, and values without tensors in them, with their keys. A list of plain values is one value.
+    """Yields tensors, and values without tensors in them, with their keys. A list of plain values is one value.
 
     Args:
         tuples: look for tensors in tuples, too; torch's planner doesn't.
@@ -352,33 +358,16 @@ def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
     )
 
 
-def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
-    """Replaces leaves; dicts and lists are changed in place, so that they stay what they are."""
-    if isinstance(tree, dict):
-        for key in tree:
-            tree[key] = replaced(tree[key], change, (*path, key))
-        return tree
-    if isinstance(tree, list):
-        tree[:] = [replaced(v, change, (*path, i)) for i, v in enumerate(tree)]
-        return tree
-    if type(tree) is tuple:
-        return tuple(replaced(v, change, (*path, i)) for i, v in enumerate(tree))
-    return change(path, tree)
-
-
-def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
     """Makes new containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
-    if isinstance(tree, dict):
-        made = type(tree)()
-        made.update({key: copied(value, change, (*path, key)) for key, value in tree.items()})
-        if hasattr(tree, "__dict__"):
-            made.__dict__.update(tree.__dict__)
-        return made
-    if isinstance(tree, list):
-        return [copied(v, change, (*path, i)) for i, v in enumerate(tree)]
     if type(tree) is tuple:
-        return tuple(copied(v, change, (*path, i)) for i, v in enumerate(tree))
-    return change(path, tree)
+        return tuple(mapped(v, change, (*path, i)) for i, v in enumerate(tree))
+    if not isinstance(tree, dict | list):
+        return change(path, tree)
+    made = copy.copy(tree)
+    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
+        made[key] = mapped(value, change, (*path, key))
+    return made
 
 
 def _is_state_dict(value: object) -> bool:

@@ -19,7 +19,7 @@ from ...types import Tree
 from ..files.archive import LOCAL, Damage, View
 from ..files.loading import Reading, guarded, load, load_data
 from ..files.rebuilding import LOOKING, STORAGES, Storage
-from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, replaced
+from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, mapped
 
 
 class Contents:
@@ -43,8 +43,8 @@ class Contents:
                 found = reading.outline()
                 keys = {storage.memory._cdata: key for key, storage in reading.storages.items()}
                 wheres = {k: (*reading.archive.where(k), storage) for k, storage in reading.storages.items()}
-                return replaced(found, lambda path, value: self._stored(path, value, keys, wheres))
-        return replaced(self.values(), held)
+                return mapped(found, lambda path, value: self._stored(path, value, keys, wheres))
+        return mapped(self.values(), held)
 
     def values(self) -> Tree:
         if self._name == self._path:
@@ -100,7 +100,7 @@ def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
     if trust_pickle:
         with open(path, "rb") as file:
             is_zip = file.read(len(LOCAL)) == LOCAL
-        return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip), held)
+        return mapped(torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip), held)
     return Contents(path, 0, os.path.getsize(path), os.path.basename(path)).tree()
 
 

@@ -26,50 +26,45 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", help="script.py:name or package.module:name")
-    parser.add_argument(
-        "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"
-    )
-    parser.add_argument("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("target", nargs="?", help="script.py:name or package.module:name")
+    add("--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead")
+    add("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
+    add(
         "--strategy",
         default="fsdp",
         help="fsdp, fsdp-kept, fsdp-masters, fully_shard, sharded_ddp; several, or all (default: fsdp)",
     )
-    parser.add_argument(
-        "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
-    )
-    parser.add_argument(
-        "--lora", type=_rank, metavar="rank=16", help="weights are frozen, and adapters of them trained"
-    )
-    parser.add_argument(
-        "--frozen", choices=("reshard", "keep", "host", "packed"), default="reshard",
+    add("--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)")
+    add("--lora", type=_rank, metavar="rank=16", help="weights are frozen, and adapters of them trained")
+    add(
+        "--frozen",
+        choices=("reshard", "keep", "host", "packed"),
+        default="reshard",
         help="with --lora, what becomes of frozen weights (see ReshardPolicy)",
-    )  # fmt: skip
-    parser.add_argument("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
-    parser.add_argument("--dtype", help="of computation, as bfloat16 (default: the parameters')")
-    parser.add_argument("--reduce-dtype", help="in which gradients travel (default: their own)")
-    parser.add_argument(
-        "--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)"
     )
-    parser.add_argument(
-        "--checkpointing", nargs="?", const="full", choices=("full", "selective"), default=False,
+    add("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
+    add("--dtype", help="of computation, as bfloat16 (default: the parameters')")
+    add("--reduce-dtype", help="in which gradients travel (default: their own)")
+    add("--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)")
+    add(
+        "--checkpointing",
+        nargs="?",
+        const="full",
+        choices=("full", "selective"),
+        default=False,
         help="with --hf, blocks are computed again in backward (selective: but attention and every other product)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes"
     )
-    parser.add_argument(
-        "--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON"
-    )
-    parser.add_argument("--compiled", action="store_true", help="with --device: by torch.compile")
-    parser.add_argument("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
-    parser.add_argument(
+    add("--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes")
+    add("--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON")
+    add("--compiled", action="store_true", help="with --device: by torch.compile")
+    add("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
+    add(
         "--plot",
         metavar="FILE",
         help="a picture: memory over a step, bytes sent, and times (.svg, .png, .pdf)",
     )
-    parser.add_argument("--json", action="store_true", help="prints data, not a table")
+    add("--json", action="store_true", help="prints data, not a table")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,9 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ...errors import RankFailedError
 from ...launching import launch
 from ...launching.started import started_rank
 from ...tracing.tables import counted
+from ...types import T
 from ...version import __version_tuple__
 from . import ERROR, NOTE, WARNING, Finding, in_order
 from .network import check_names, check_own_address, interfaces, machine_id, own_name
@@ -44,7 +45,6 @@ _CLOCKS = 1.0  # seconds; more confuses logs, and what compares times of files
 _SLOW = 0.4  # of the median bandwidth
 _POOR = 0.125  # GB/s: 1 Gbit/s
 _LOST = 0.01  # of the segments
-T = TypeVar("T")
 
 
 class Link(NamedTuple):
@@ -148,14 +148,11 @@ def _open_files() -> int:
 def segments() -> tuple[int, int]:
     """TCP segments that this machine has sent, and has sent again."""
     try:
-        lines = [
-            line.split()
-            for line in Path("/proc/net/snmp").read_text().splitlines()
-            if line.startswith("Tcp:")
-        ]
+        lines = Path("/proc/net/snmp").read_text().splitlines()
     except OSError:
         return 0, 0
-    counts = dict(zip(lines[0][1:], lines[1][1:], strict=True))
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    counts = dict(zip(names, values, strict=True))
     return int(counts["OutSegs"]), int(counts["RetransSegs"])
 
 
@@ -340,7 +337,7 @@ def as_data(report: Examination) -> dict[str, object]:
     return {
         "ok": report.is_well,
         "world_size": report.world_size,
-        "machines": [machine.as_data() for machine in report.machines],
+        "machines": [{k: v for k, v in vars(m).items() if k != "findings"} for m in report.machines],
         "hosts": report.hosts,
         "links": [link._asdict() for link in report.links],
         "open_files_of_a_rank": report.files._asdict() if report.files else None,
@@ -350,8 +347,16 @@ def as_data(report: Examination) -> dict[str, object]:
 
 # ------------------------------------------------------------ one machine
 _PACKAGES = (
-    "torch", "torch_xla", "numpy", "safetensors", "xxhash", "torchdata", "transformers", "accelerate", "lightning"
-)  # fmt: skip
+    "torch",
+    "torch_xla",
+    "numpy",
+    "safetensors",
+    "xxhash",
+    "torchdata",
+    "transformers",
+    "accelerate",
+    "lightning",
+)
 _SHM = 1 << 30  # bytes; containers have 64 MB where nobody says otherwise
 _SPARE = 1.25  # files that a program opens itself, above what ranks need
 _MEMLOCK = 1 << 30
@@ -369,11 +374,6 @@ class Machine:
     memory: dict[str, int]
     interfaces: dict[str, dict[str, object]]
     findings: list[Finding] = field(default_factory=list)
-
-    def as_data(self) -> dict[str, object]:
-        data = asdict(self)
-        del data["findings"]
-        return data
 
 
 def look(machines: int, environment: Mapping[str, str] = os.environ, host: str = "") -> Machine:
@@ -534,21 +534,22 @@ def compare(machines: list[Machine]) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------ variables that contradict each other, or cost
+_UNSET = "unset it for training"
 _COSTLY = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "each operation on the device is waited for", "unset it for training"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch compares each collective over all ranks", "unset it for training"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "each operation on the device is waited for", _UNSET),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch compares each collective over all ranks", _UNSET),
     "NCCL_P2P_DISABLE": ("1", "GPUs exchange through the machine's memory", "unset it, if it can do better"),
     "NCCL_IB_DISABLE": ("1", "InfiniBand is not used", "unset it, if the machines have it"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine exchange through sockets", "unset it; see /dev/shm"),
     "GLOO_DEVICE_TRANSPORT": ("TCP_TLS", "what gloo sends is encrypted", "unset it within a trusted network"),
     "TORCH_USE_RTLD_GLOBAL": ("1", "symbols of libraries may replace each other's", "unset it"),
-    "TORCH_SHOW_CPP_STACKTRACES": ("1", "errors take seconds", "unset it for training"),
-    "PYTHONDONTWRITEBYTECODE": ("1", "every rank compiles every module at each start", "unset it where ranks start"),
-}  # fmt: skip
-
-
-def check_variables(environment: Mapping[str, str], devices: int) -> list[Finding]:
-    return [*_check_ranks(environment), *_check_visible(environment, devices), *_check_costs(environment)]
+    "TORCH_SHOW_CPP_STACKTRACES": ("1", "errors take seconds", _UNSET),
+    "PYTHONDONTWRITEBYTECODE": (
+        "1",
+        "every rank compiles every module at each start",
+        "unset it where ranks start",
+    ),
+}
 
 
 def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -557,11 +558,9 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     given = [name for name in names if environment.get(name)]
     if started is None and given:
         missing = [name for name in names if name not in given]
-        what = (
-            f"{', '.join(given)} set, but not {', '.join(missing)}"
-            if missing
-            else "variables of another process's rank"
-        )
+        what = "variables of another process's rank"
+        if missing:
+            what = f"{', '.join(given)} set, but not {', '.join(missing)}"
         yield Finding(
             WARNING,
             f"{what}: libraries read them, each in its own way",
@@ -585,7 +584,8 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _check_visible(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
+def check_variables(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
+    yield from _check_ranks(environment)
     local = environment.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and 1 < devices < int(local):
         yield Finding(
@@ -593,9 +593,6 @@ def _check_visible(environment: Mapping[str, str], devices: int) -> Iterator[Fin
             f"{local} ranks on a machine with {devices} visible accelerators",
             "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES",
         )
-
-
-def _check_costs(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, (value, costs, do) in _COSTLY.items():
         if environment.get(name) == value:
             yield Finding(NOTE, f"{name}={value}: {costs}", do)

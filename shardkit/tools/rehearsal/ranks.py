@@ -52,9 +52,8 @@ class RankRecord:
         last_words: what it has printed last, where that was not shown.
     """
 
-    by_optimizer: dict[int, list[list[float]]] = field(
-        default_factory=dict
-    )  # in the order of their last step
+    # in the order of their last step
+    by_optimizer: dict[int, list[list[float]]] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     calls: Counter[Sent] = field(default_factory=Counter)

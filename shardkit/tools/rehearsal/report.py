@@ -59,15 +59,15 @@ class Report:
                 means.append(sum(values) / len(values))
         return means
 
-    def text(self) -> str:
-        """For people."""
+    def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def __str__(self) -> str:
-        return self.text()
+    def text(self) -> str:
+        """Returns the report for people."""
+        return str(self)
 
     def as_data(self) -> dict[str, object]:
-        """For programs: numbers, lists and text."""
+        """Returns numbers, lists and text, for programs."""
         return {
             "program": self.name,
             "ranks": len(self.ranks),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -19,14 +19,13 @@ import torch.distributed as dist
 
 from shardkit import backend as backends
 from shardkit.backend import Group, get_backend, is_group
-from shardkit.backends.diagnosis.calls import Call, SourceLine
 from shardkit.backends.simulated import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.types import Args, Kwargs, ProcessGroup, T, Tree
+from shardkit.types import Args, ProcessGroup, T, Tree
 
 from .ranks import (
     AfterStep,
@@ -110,12 +109,14 @@ class _Rehearsal:
     def __init__(self, program: Program | RankFunction, world_size: int, memory: bool, on_host: bool) -> None:
         self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()
-        self._threads = RankThreads(world_size, issued=self._note, patient=True)
+        self._threads = RankThreads(
+            world_size, issued=lambda number, *call: note_call(self._ranks[number], *call), patient=True
+        )
         line = Line(range(world_size), "all ranks")
-        self._ranks = [
-            Rank(number, SimulatedGroup(self._backend, self._threads, line, number), environment_of(number, world_size))
-            for number in range(world_size)
-        ]  # fmt: skip
+        self._ranks = []
+        for number in range(world_size):
+            everyone = SimulatedGroup(self._backend, self._threads, line, number)
+            self._ranks.append(Rank(number, everyone, environment_of(number, world_size)))
 
     def run(
         self,
@@ -170,9 +171,6 @@ class _Rehearsal:
             finally:
                 leave(rank)
                 rank.main = None
-
-    def _note(self, number: int, call: Call, place: SourceLine, size: int, world_size: int) -> None:
-        note_call(self._ranks[number], call, place, size, world_size)
 
 
 # ------------------------------------------------------------ shardkit's backend
@@ -273,9 +271,8 @@ class RankFunction:
     def __init__(self, fn: Callable[[int], object]) -> None:
         self._fn, self.name = fn, getattr(fn, "__name__", "function")
 
-    @contextlib.contextmanager
-    def beginning(self) -> Iterator[None]:
-        yield
+    def beginning(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def run(self, rank: Rank) -> object:
         """In the rank's thread."""
@@ -306,13 +303,8 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
                 f"--ranks {nprocs}, or let the script spawn as many"
             )
         fn(rank.number, *args)
-        return _Joined()
+        return SimpleNamespace(
+            join=lambda *args, **kwargs: True
+        )  # as with join=False: processes that have ended
 
     return spawn
-
-
-class _Joined:
-    """Stands for the result of ``spawn(join=False)``: processes that have ended."""
-
-    def join(self, *args: object, **kwargs: Kwargs) -> bool:
-        return True
