@@ -49,7 +49,7 @@ class ShardkitStrategy(DDPStrategy):
 
     # ------------------------------------------------------------ checkpoints
     def get_module_state_dict(self, module: nn.Module) -> StateDict:
-        """Full (collective)."""
+        """Returns a full one (collective)."""
         return _inner(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: SavedState, strict: bool = True) -> None:
@@ -76,7 +76,7 @@ class ShardkitStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Framework) -> None:
-        """Under its name."""
+        """Registers it under its name."""
         strategy_registry.register("shardkit", cls, description="shardkit: parameters sharded over ranks")
 
 

@@ -88,7 +88,7 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> StartedRank | N
 
 
 def note(process: int | None = None) -> None:
-    """This process's variables are its own. See [Note: inherited variables].
+    """Notes that this process's variables are its own. See [Note: inherited variables].
 
     Args:
         process: its number; 0: they are nobody's, since a launch that has ended its work of starting ranks set them.

@@ -61,28 +61,26 @@ class Summary:
     units: Sequence[UnitFacts]
     warnings: Sequence[str] = field(default_factory=list)
 
-    _HEAD = (
-        "unit",
-        "class",
-        "parameters",
-        "dtype",
-        "on this rank",
-        "gathered",
-        "padding",
-        "stays",
-        "on the host",
-    )
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = []
-        for u in self.units:
-            sizes = (f"{u.parameters:,}", u.dtype, in_bytes(u.shard), in_bytes(u.gathered))
-            rows.append((u.name, u.kind, *sizes, f"{100 * u.padding:.1f} %", u.stays, u.on_host))
-        total, shard = sum(u.parameters for u in self.units), sum(u.shard for u in self.units)
-        return [*rows, ("all", "", f"{total:,}", "", in_bytes(shard), "", "", "", "")]
-
     def __str__(self) -> str:
-        lines = [self.title, plain_table(self._HEAD, self._rows(), right=(2, 4, 5, 6))]
+        rows = [
+            {
+                "unit": u.name,
+                "class": u.kind,
+                "parameters": f"{u.parameters:,}",
+                "dtype": u.dtype,
+                "on this rank": in_bytes(u.shard),
+                "gathered": in_bytes(u.gathered),
+                "padding": f"{100 * u.padding:.1f} %",
+                "stays": u.stays,
+                "on the host": u.on_host,
+            }
+            for u in self.units
+        ]
+        total, shard = sum(u.parameters for u in self.units), sum(u.shard for u in self.units)
+        rows.append({"unit": "all", "parameters": f"{total:,}", "on this rank": in_bytes(shard)})
+        head = list(rows[0])
+        cells = [[row.get(name, "") for name in head] for row in rows]
+        lines = [self.title, plain_table(head, cells, right=(2, 4, 5, 6))]
         return "\n".join([*lines, *[f"! {text}" for text in self.warnings]])
 
 

@@ -140,7 +140,7 @@ class Recorder:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
-        """Numbers are for metrics."""
+        """Does nothing: numbers are for metrics."""
 
     def part(self) -> TracePart:
         """Returns everything, in the form that travels."""

@@ -119,7 +119,7 @@ _patched: list[tuple[Framework, AnyCallable]] = []
 
 
 def hear_of_data() -> None:
-    """From now on, the time in which a batch is waited for is a range."""
+    """Makes a range of the time in which a batch is waited for, from now on."""
     global _waits
     with _lock:
         _waits += 1
@@ -242,8 +242,6 @@ class Tracer:
         group: the ranks.
 
     Attributes:
-        path: the same.
-        group: the same.
         is_done: the file is written.
     """
 

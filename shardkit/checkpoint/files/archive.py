@@ -49,9 +49,9 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
 
 
 class View:
-    """Some bytes of a file, as a file."""
+    """Some bytes of a file, as a file; so many that are read, or those that are written from ``start`` on."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int = 0) -> None:
         self._file, self._start, self._length = file, start, length
         self._at = 0
 
@@ -76,6 +76,15 @@ class View:
         data = self.read(len(target))
         target[: len(data)] = data
         return len(data)
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.write(data)
+        self._at += count
+        return count
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def seekable(self) -> bool:
         return True
@@ -113,7 +122,7 @@ class Archive:
         return io.BytesIO(self._record("data.pkl"))
 
     def where(self, key: str) -> tuple[int, int, int | None]:
-        """First byte, number of bytes and CRC-32 (None: the file has none) of a storage."""
+        """Finds first byte, number of bytes and CRC-32 (None: the file has none) of a storage."""
         entry = self._entry(key)
         return self._start(entry), entry.file_size, entry.CRC if self._has_checksums else None
 
@@ -207,7 +216,7 @@ class Legacy:
         return wrong + [(key, "it is missing") for key in self._expected if key not in keys]
 
     def where(self, key: str) -> tuple[int, int, int | None]:
-        """First byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
+        """Finds first byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
         return self._begins[key], self._expected[key][0], None
 
     def fill(self, key: str, storage: torch.UntypedStorage) -> None:

@@ -78,7 +78,7 @@ def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device |
 
 @contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Inside, a file by this name is read: raises what is found in it as errors for users."""
+    """Raises what is found in a file by this name, which is read inside, as errors for users."""
     try:
         yield
     except NotData as found:

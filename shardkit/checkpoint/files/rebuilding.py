@@ -176,7 +176,7 @@ def _layout(name: Data) -> Data:
 
 # ------------------------------------------------------------ containers and numbers
 def _encode(text: Data, encoding: Data = "latin1") -> bytes:
-    """Bytes, which protocol 2 writes as text."""
+    """Makes bytes, which protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise NotData(f"text in {_short(encoding)}")
     return text.encode("latin1")

@@ -127,7 +127,7 @@ def keep_newest(folder: str, count: int | None, new: int) -> None:
 
 @contextlib.contextmanager
 def being_read(path: str) -> Iterator[None]:
-    """Inside, saves do not remove this checkpoint."""
+    """Keeps saves from removing this checkpoint, inside."""
     if fcntl is None:
         yield
         return

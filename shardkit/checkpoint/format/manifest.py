@@ -130,7 +130,7 @@ class Manifest:
 
     @property
     def facts(self) -> StateDict:
-        """What is known of the checkpoint beside what it holds."""
+        """Lists what is known of the checkpoint beside what it holds."""
         known = {name: getattr(self, name) for name in ("step", "world_size", "written", "run")}
         return {**known, "versions": dict(self.versions)}
 

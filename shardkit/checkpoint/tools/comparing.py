@@ -201,7 +201,7 @@ class Verified:
     def noting(
         self, file: str, name: str | None = None, kind: type[ShardkitError] = ShardkitError
     ) -> Iterator[None]:
-        """Inside, an error of this kind is a damage, of a file or of what has a name in it."""
+        """Takes an error of this kind, inside, for a damage, of a file or of what has a name in it."""
         try:
             yield
         except kind as error:

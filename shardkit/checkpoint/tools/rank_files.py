@@ -164,7 +164,7 @@ def _place_of(shard: StoredTensor) -> Callable[[], FilePlace]:
 
 
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
-    """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
+    """Cuts a tensor, from ``start`` on, out of shards end to end, each with its numel without padding."""
     parts: list[StoredPart] = []
     numel, begin = math.prod(shape), 0
     if any(shard.value is not None for shard, _ in shards):  # they had to be read already

@@ -77,7 +77,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """N."""
+        """Returns N."""
         return math.prod(self.shape)
 
     @property
@@ -90,33 +90,30 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """Reads all of it, as it is stored: memory of one tensor, and a block."""
-        if self.value is not None:
-            return self.value
-        self._check_complete()
-        target, all_of_it = _empty(self.shape, self.stored_dtype), whole_box(self.shape)
-        for part in self.parts:
-            place = self._place(part)
-            self._fill(narrowed(target, part.box, all_of_it), place, part.box.start)
-        return target
+        return self._filled(whole_box(self.shape), compares=True) if self.value is None else self.value
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Reads rows of the first dimension; checksums of whole parts are not compared."""
         if self.value is not None:
             return self.value[start:stop]
-        self._check_complete()
         rows = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
+        return self._filled(rows, compares=False)
+
+    def _filled(self, rows: Box, compares: bool) -> torch.Tensor:
+        self._check_complete()
         target = _empty(rows.sizes, self.stored_dtype)
         for part in self.parts:
             common = part.box.meet(rows)
-            if common is not None:
-                before = (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
-                place = dataclasses.replace(self._place(part), crc=None)
-                self._fill(narrowed(target, common, rows), place, part.box.start + before)
+            if common is None:
+                continue
+            place, skip = self._place(part), part.box.start
+            if not compares:
+                place = dataclasses.replace(place, crc=None)
+            if common.sizes != part.box.sizes:
+                skip += (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
+            with _opened(place.path) as file:
+                _Source(file, place, self.name).fill(narrowed(target, common, rows), skip)
         return target
-
-    def _fill(self, view: torch.Tensor, place: FilePlace, skip: int) -> None:
-        with _opened(place.path) as file:
-            _Source(file, place, self.name).fill(view, skip)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Yields ranges of rows of about a block each; all of a tensor that can't be read in rows."""
@@ -283,7 +280,7 @@ class Checkpoint:
 
     @property
     def model(self) -> StateDict:
-        """The model's state dict by name."""
+        """Returns the model's state dict by name."""
         return {dotted(path): value for path, value in leaves(at(self.tree, self.model_path))}
 
     @property

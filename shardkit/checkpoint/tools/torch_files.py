@@ -151,25 +151,6 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
 
 
-class _Shifted:
-    """A file whose beginning is somewhere in another one."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._start = file, file.tell()
-        self.write, self.flush = file.write, file.flush
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_SET:
-            offset += self._start
-        return self._file.seek(offset, whence) - self._start
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seekable(self) -> bool:
-        return True
-
-
 class TorchFileWriter:
     """One file of ``torch.save``, which may be a part of another.
 
@@ -187,12 +168,11 @@ class TorchFileWriter:
         pickler.dump(tree)
         self.tensors = pickler.tensors
         self._written = 0
-        self._zip = zipfile.ZipFile(cast(BinaryIO, _Shifted(file)), "w", zipfile.ZIP_STORED)
+        self._zip = zipfile.ZipFile(cast(BinaryIO, View(file, file.tell())), "w", zipfile.ZIP_STORED)
         self._record("data.pkl", [buffer.getbuffer()], buffer.tell())
         self._record(".format_version", [b"1"], 1)
         self._record(".storage_alignment", [str(_ALIGNED).encode()], 2)
-        order = sys.byteorder.encode()
-        self._record("byteorder", [order], len(order))
+        self._record("byteorder", [sys.byteorder.encode()], len(sys.byteorder))
 
     @property
     def coming(self) -> list[StoredTensor]:

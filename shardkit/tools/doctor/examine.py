@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class OpenFiles(NamedTuple):
 
 
 def measure_links(hosts: list[str]) -> list[Link]:
-    """Collective; on rank 0 all links, elsewhere none."""
+    """Measures pairs of ranks (collective); returns all links on rank 0, elsewhere none."""
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     ranks = sorted(ranks if len(ranks) > 1 else range(len(hosts)))[:_MOST]
     found = []
@@ -88,7 +88,7 @@ def measure_links(hosts: list[str]) -> list[Link]:
 
 
 def gathered(value: T) -> list[T]:
-    """Each rank's value (collective). torch's own call for that needs numpy."""
+    """Returns each rank's value (collective). torch's own call for that needs numpy."""
     return get_backend("gloo").group().all_gather_object(value, label="shardkit doctor")
 
 
@@ -146,7 +146,7 @@ def _open_files() -> int:
 
 
 def segments() -> tuple[int, int]:
-    """TCP segments that this machine has sent, and has sent again."""
+    """Counts TCP segments that this machine has sent, and has sent again."""
     try:
         lines = Path("/proc/net/snmp").read_text().splitlines()
     except OSError:
@@ -159,7 +159,8 @@ def segments() -> tuple[int, int]:
 def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
     usual = statistics.median(link.gbytes for link in links) if links else 0.0
     for link in links:
-        name = _name(link, hosts)
+        a, b = hosts[link.first], hosts[link.second]
+        name = f"ranks {link.first} and {link.second} ({a if a == b else f'{a}, {b}'})"
         if link.gbytes < _SLOW * usual or link.gbytes < _POOR:
             yield Finding(
                 WARNING if link.gbytes < _SLOW * usual else NOTE,
@@ -176,7 +177,7 @@ def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
 
 
 def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
-    """Packets that were lost while links were measured."""
+    """Reports packets that were lost while links were measured."""
     if sent < 50 or again / sent < _LOST:
         return
     yield Finding(
@@ -185,12 +186,6 @@ def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
         "check cables, switches and the interface's errors (ip -s link); collectives wait for each lost packet",
         host,
     )
-
-
-def _name(link: Link, hosts: list[str]) -> str:
-    a, b = hosts[link.first], hosts[link.second]
-    where = f" ({a})" if a == b else f" ({a}, {b})"
-    return f"ranks {link.first} and {link.second}{where}"
 
 
 # ------------------------------------------------------------ the examination
@@ -214,13 +209,8 @@ class Examination:
         return not any(f.level == ERROR for f in self.findings)
 
 
-@dataclass(frozen=True)
-class _Told:
-    machine: Machine
-    links: list[Link]
-    files: OpenFiles | None
-    lost: list[Finding]
-    host: str
+# Of a rank: its machine, and what was measured.
+_Told: TypeAlias = "tuple[Machine, list[Link], OpenFiles | None]"
 
 
 def examine(world_size: int | None) -> Examination | None:
@@ -271,7 +261,8 @@ def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
     machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
     files, links = measure_files(), measure_links(hosts)
     sent, again = (now - then for now, then in zip(segments(), before, strict=True))
-    return _Told(machine, links, files, list(check_segments(machine.host, sent, again)), hosts[rank])
+    machine.findings += check_segments(machine.host, sent, again)
+    return machine, links, files
 
 
 def _names(ids: list[tuple[str, ...]]) -> list[str]:
@@ -283,9 +274,10 @@ def _names(ids: list[tuple[str, ...]]) -> list[str]:
 
 
 def _report(told: list[_Told], world_size: int) -> Examination:
-    machines = list({t.machine.host: t.machine for t in reversed(told)}.values())[::-1]
-    hosts, links, files = [t.host for t in told], told[0].links, told[0].files
-    findings = [f for t in told for f in (*t.machine.findings, *t.lost)]
+    _, links, files = told[0]
+    looks = [machine for machine, _, _ in told]
+    hosts, findings = [m.host for m in looks], [f for m in looks for f in m.findings]
+    machines = [looks[hosts.index(host)] for host in dict.fromkeys(hosts)]
     findings += [*compare(machines), *check_links(links, hosts)]
     if files is not None:
         for machine in machines:
@@ -454,7 +446,7 @@ def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------ limits and memory
 def _limits() -> dict[str, int]:
-    """Soft and hard limits; -1: none."""
+    """Returns soft and hard limits; -1: none."""
     try:
         import resource
     except ImportError:
@@ -466,7 +458,7 @@ def _limits() -> dict[str, int]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes."""
+    """Returns bytes of each kind of memory."""
     memory = {}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         memory["machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -498,7 +490,7 @@ def _check_memory(found: Machine) -> Iterator[Finding]:
 def check_open_files(
     limits: Mapping[str, int], base: float, each: float, world_size: int
 ) -> Iterator[Finding]:
-    """Against what a rank needs: ``base + each * (world_size - 1)``, as measured."""
+    """Compares limits with what a rank needs: ``base + each * (world_size - 1)``, as measured."""
     need = int(_SPARE * (base + each * (world_size - 1))) + 1
     soft, hard = limits.get("open_files", -1), limits.get("open_files_hard", -1)
     if soft < 0 or soft >= need:

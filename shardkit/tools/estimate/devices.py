@@ -130,7 +130,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """One of the table, or of a JSON file with the attributes of a :class:`Device`; ``like`` names one to start from.
+    """Finds one in the table, or in a JSON file with attributes of a :class:`Device`; ``like`` names one to begin with.
 
     Raises:
         ConfigurationError: there is none, or the file is not of this kind.

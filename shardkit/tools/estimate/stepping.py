@@ -57,7 +57,7 @@ class MemoryWatch(LiveTensors):
             super().count(storage)
 
     def grown(self) -> None:
-        """Nothing: what is alive within an operation does not count."""
+        """Does nothing: what is alive within an operation does not count."""
 
     def __torch_dispatch__(
         self,
@@ -78,7 +78,7 @@ class MemoryWatch(LiveTensors):
         return result
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes now."""
+        """Counts bytes now."""
         found, counted = dict.fromkeys(KINDS, 0), set()
         for kind, tensors in self._kinds().items():
             for tensor in tensors:
@@ -270,7 +270,7 @@ class _MetaTraining:
 
 
 def smallest_ranks(subject: Subject, strategy: str, batch: int, limit: int) -> Estimate | None:
-    """The estimate for the fewest ranks whose peak is at most ``limit`` bytes; None if no number of ranks is enough.
+    """Estimates the fewest ranks whose peak is at most ``limit`` bytes; None if no number of ranks is enough.
 
     What every rank holds whole (activations, a gathered unit) does not shrink with ranks: where doubling them changes
     the peak by less than 1 %, more are not tried.
@@ -310,7 +310,7 @@ class _ChecksPass(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_on_devices(on_host: bool) -> Iterator[None]:
-    """Inside, meta tensors do what tensors of a device would.
+    """Makes meta tensors do, inside, what tensors of a device would.
 
     - ``scaled_dot_product_attention`` keeps its inputs, its output and one number for each row. For meta tensors torch
       would choose operations that make the matrix of all queries and keys, which no device does that has a fused one.

@@ -102,7 +102,7 @@ def _read(path: Path) -> bytes:
 
 
 def below(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files to look at: those that are named, and Python and configuration files below the folders that are.
+    """Yields files to look at: those that are named, and Python and configuration files below the folders that are.
 
     Hidden folders, virtual environments, what was built, configuration files above 1 MiB, links that lead out of the
     folder, and what is no file (pipes, sockets, devices) are left out.

@@ -46,7 +46,7 @@ class BitsReport:
 
     @property
     def is_good(self) -> bool:
-        """All ranks came to their end, with the same bits."""
+        """Whether all ranks came to their end, with the same bits."""
         return not self.partings and self._steps() > 0 and all(r.is_good for r in self.reports.values())
 
     def _steps(self) -> int:
@@ -131,7 +131,7 @@ def _joined(step: Sequence[Parts]) -> Tensors:
 
 
 def _losses(report: Report, step: int) -> list[float]:
-    """All ranks' of a step, by the number of the micro-batch."""
+    """Lists all ranks' of a step, by the number of the micro-batch."""
     each = [seen.losses[step] for seen in report.ranks]
     most = max(map(len, each))
     return [losses[k] for k in range(most) for losses in each if k < len(losses)]

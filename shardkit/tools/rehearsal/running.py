@@ -255,7 +255,7 @@ class Program:
                 yield
 
     def run(self, rank: Rank) -> None:
-        """In the rank's thread."""
+        """Runs in the rank's thread."""
         package = None if self._spec is None else self._spec.parent
         module = named_main(rank, self._file, package, self._spec)
         try:
@@ -275,13 +275,13 @@ class RankFunction:
         return contextlib.nullcontext()
 
     def run(self, rank: Rank) -> object:
-        """In the rank's thread."""
+        """Runs in the rank's thread."""
         dist.init_process_group("gloo")
         return self._fn(rank.number)
 
 
 def begin_as_new_process(rank: int) -> None:
-    """Random generators are as a new process has them: torch's the same on all ranks, others not."""
+    """Sets random generators as a new process has them: torch's the same on all ranks, others not."""
     torch.default_generator.manual_seed(_FRESH_SEED)
     random.seed(f"rank {rank}")
     if "numpy" in sys.modules:
@@ -289,7 +289,7 @@ def begin_as_new_process(rank: int) -> None:
 
 
 def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
-    """``torch.multiprocessing.spawn``: a rank that starts W ranks goes on as one of them."""
+    """Wraps ``torch.multiprocessing.spawn``: a rank that starts W ranks goes on as one of them."""
 
     def spawn(
         fn: Callable[..., object], args: Args = (), nprocs: int = 1, *more: object, **kwargs: object

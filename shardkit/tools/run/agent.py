@@ -33,7 +33,7 @@ from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
 from ..doctor.network import is_reachable
 from . import RunOptions
-from .news import STOPPED, Failure, News, Page, first_cause, last_checkpoint, where_it_stood
+from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
 _MOMENT = 0.05
@@ -143,12 +143,9 @@ class Agent(LocalElasticAgent):
         job.world_size = worker_group.workers[0].world_size
         self._told, self._noticed, self.meets = False, {}, False
         self._looked, self._quiet = time.monotonic(), 0.0
-        if worker_group.group_world_size > 1:
-            name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
-            store_of_attempt = address, int(port)
-            self._heart = Heart(
-                worker_group.group_rank, worker_group.group_world_size, name, store_of_attempt
-            )
+        name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
+        machines = worker_group.group_world_size
+        self._heart = Heart(worker_group.group_rank, machines, name, (address, int(port)))
         job.news.attempt(self._logs.attempt, job.ranks, job.world_size)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -361,7 +358,8 @@ class Agent(LocalElasticAgent):
             others.pop(cause.rank, None)
             headline = f"rank {cause.rank} of {job.world_size} {cause.headline}"
         next_step = self._next_step(-1 if cause is None else job.ranks.index(cause.rank), checkpoint)
-        page = Page(headline, job.id, self._logs.number, cause, others, checkpoint, next_step, note)
+        attempt = self._logs.number
+        page = failure_page(headline, job.id, attempt, cause, others, checkpoint, next_step, note)
         job.news.page(page)
 
     def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:

@@ -61,8 +61,8 @@ class News:
             self._clear()
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
-    def page(self, page: Page) -> None:
-        text = page.text()
+    def page(self, text: str) -> None:
+        """Shows the page about a failure, and keeps it."""
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
             self._clear()
@@ -250,11 +250,19 @@ _WIDTH = 100
 _OTHERS = 16  # ranks of which a line is shown
 
 
-@dataclass
-class Page:
-    """Collects what is known about a failure.
+def failure_page(
+    headline: str,
+    run: str,
+    attempt: int,
+    cause: Failure | None,
+    others: dict[int, str],
+    checkpoint: Path | None,
+    next_step: str,
+    note: str,
+) -> str:
+    """Writes down what is known about a failure.
 
-    Attributes:
+    Args:
         headline: what happened, in a line.
         cause: the rank that failed first, if one did.
         others: a sentence about each other rank.
@@ -262,37 +270,22 @@ class Page:
         next_step: what happens now, or the command that resumes.
         note: further lines.
     """
-
-    headline: str
-    run: str
-    attempt: int
-    cause: Failure | None
-    others: dict[int, str]
-    checkpoint: Path | None
-    next_step: str
-    note: str = ""
-
-    def text(self) -> str:
-        where = f"run {self.run}, attempt {self.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        lines = ["=" * _WIDTH, self.headline, where]
-        if self.cause is not None:
-            steps = self.cause.steps
-            lines[2] += (
-                f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
-            )
-            shown = self.cause.trace
-            lines += ["", shown] if shown else []
-        lines += ["", self.note] if self.note else []
-        if self.others:
-            lines += ["", "The others:"]
-            lines += [f"  rank {rank} {text}" for rank, text in sorted(self.others.items())[:_OTHERS]]
-            if len(self.others) > _OTHERS:
-                lines.append(f"  ... and {len(self.others) - _OTHERS} more")
-        saved = "none" if self.checkpoint is None else str(self.checkpoint)
-        lines += ["", f"Last complete checkpoint: {saved}", self.next_step]
-        if self.cause is not None:
-            lines.append(f"Its output: {self.cause.files}.out, {self.cause.files}.err")
-        return "\n".join([*lines, "=" * _WIDTH, ""])
+    where = f"run {run}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    if cause is not None:
+        steps = cause.steps
+        where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
+    lines = ["=" * _WIDTH, headline, where]
+    for shown in ("" if cause is None else cause.trace, note):
+        lines += ["", shown] if shown else []
+    if others:
+        lines += ["", "The others:"]
+        lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
+        if len(others) > _OTHERS:
+            lines.append(f"  ... and {len(others) - _OTHERS} more")
+    lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
+    if cause is not None:
+        lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
+    return "\n".join([*lines, "=" * _WIDTH, ""])
 
 
 def where_it_stood(files: Path) -> str:

@@ -246,7 +246,7 @@ _LATE_ELSEWHERE = (
 
 
 def _late_ranks(found: Analysis) -> Iterator[Advice]:
-    """One for each rank and remedy, the largest cause in full."""
+    """Yields one for each rank and remedy, the largest cause in full."""
     alike: dict[tuple[int, str], list[Late]] = {}
     for late in found.late:
         if 2 * late.times >= found.steps:  # not what happened once
@@ -317,7 +317,7 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
 
 
 def _uneven(found: Analysis) -> Iterator[Advice]:
-    """Slower everywhere, by a little in each place."""
+    """Finds ranks that are slower everywhere, by a little in each place."""
     middle = median(found.busy_us.values()) if found.busy_us else 0.0
     for rank, busy in found.busy_us.items():
         known = sum(late.total_us for late in found.late if late.rank == rank) / max(1, found.steps)

@@ -162,7 +162,7 @@ class Verifier:
         tolerance: Tolerance | None = None,
         bits: bool = False,
     ) -> Report:
-        """:func:`verify` in these processes.
+        """Does :func:`verify` in these processes.
 
         Raises:
             ConfigurationError: the strategy is unknown, or has no fixed order of sums; or there are no steps.
@@ -388,7 +388,7 @@ class _FullySharded:
 
     @torch.no_grad()
     def gradients(self) -> Tensors:
-        """They take the place of the parameters for as long as it takes to see them whole."""
+        """Puts them in the place of the parameters for as long as it takes to see them whole."""
         shards = list(self.wrapper.parameters())
         values = [p.detach().clone() for p in shards]
         for p in shards:
