@@ -19,7 +19,6 @@ import torch
 
 from ..errors import ShardkitError
 from ..launching.run_folder import write_at_once
-from ..layout import Box
 from ..optimizer_state.leaves import Leaf
 from .collecting import RecordPart
 from .files.writing import GuardedFile, write_atomically
@@ -43,10 +42,10 @@ class Written(NamedTuple):
         hash: in hexadecimal digits.
     """
 
-    path: tuple[str | int, ...]
+    path: Sequence[str | int]
     dtype: str | None
-    shape: tuple[int, ...] | None
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    shape: Sequence[int] | None
+    box: Sequence[Sequence[int]] | None
     offset: int
     length: int
     hash: str
@@ -135,16 +134,15 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
     if tensor is None or part.box is None or not isinstance(leaf, Leaf):
         hashed.write(part.data)
         hashed.check()
-        what: tuple[str | None, tuple[int, ...] | None, Box | None] = (None, None, None)
+        dtype = shape = box = None
     else:
         values = tensor.detach()
         if values.untyped_storage().size() != values.numel() * values.element_size():
             values = values.clone(memory_format=torch.contiguous_format)  # torch.save writes all of a storage
         hashed.save(values)
-        what = (str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape), part.box)
-    dtype, shape, box = what
-    place = None if box is None else (box.offsets, box.sizes)
-    return Written(part.entry.path, dtype, shape, place, start, hashed.size - start, hashed.digests()[1])
+        dtype, shape = str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape)
+        box = (part.box.offsets, part.box.sizes)
+    return Written(part.entry.path, dtype, shape, box, start, hashed.size - start, hashed.digests()[1])
 
 
 def write_index(folder: str, rank: int, index: Index) -> None:
@@ -161,17 +159,7 @@ def read_index(folder: str, rank: int) -> Index:
     if hash_of(text.encode(), "sha256") != digest:
         raise ValueError(f"{index_of(rank)} has other bytes than were written")
     size, whole, records = json.loads(text)
-    return Index(size, whole, tuple(_record(values) for values in records))
-
-
-def _record(values: list[object]) -> Written:
-    path, dtype, shape, box, offset, length, digest = values
-    made = Written(path, dtype, shape, box, offset, length, digest)  # type: ignore[arg-type]
-    return made._replace(
-        path=tuple(made.path),
-        shape=None if made.shape is None else tuple(made.shape),
-        box=None if made.box is None else (tuple(made.box[0]), tuple(made.box[1])),
-    )
+    return Index(size, whole, tuple(Written(*values) for values in records))
 
 
 def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch.Tensor | None]:
@@ -238,7 +226,7 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
     paths: dict[str, tuple[str | int, ...]] = {}
     for file, written in records.items():
         for record in written:
-            paths[record.name] = record.path
+            paths[record.name] = tuple(record.path)
             index = metadata.MetadataIndex(record.name, None if record.box is None else record.box[0])
             if record.box is None:
                 state[record.name] = metadata.BytesStorageMetadata()

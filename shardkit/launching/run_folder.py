@@ -46,10 +46,6 @@ class RunFolder:
         return max(taken, default=-1) + 1
 
     @property
-    def page(self) -> Path:
-        return self.path / "failure.txt"
-
-    @property
     def log(self) -> Path:
         return self.path / "agent.log"
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -177,16 +177,6 @@ def _holds_parts(notes: dict[str, str]) -> bool:
         return True
 
 
-def other_files(folder: str) -> Iterator[str]:
-    """Lists what is not weights: configuration, tokenizer."""
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        is_left_out = name.startswith(".") or name.endswith(".index.json")
-        kept = name.endswith((".json", ".txt", ".model", ".jinja", ".py", ".md")) and not is_left_out
-        if os.path.isfile(path) and kept:
-            yield path
-
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WRAPPERS = ("module.", "_orig_mod.")  # what DDP, ShardedDDP and torch.compile put in front of all names
 
@@ -302,9 +292,12 @@ def _copy_others(folder: str, source: str, tensors: Mapping[str, StoredTensor]) 
     if not os.path.isdir(source):
         raise ConfigurationError(f"--files-from {source}: there is no such folder")
     copied = []
-    for path in other_files(source):
-        shutil.copyfile(path, os.path.join(folder, os.path.basename(path)))
-        copied.append(os.path.basename(path))
+    for name in sorted(os.listdir(source)):
+        path, is_weights = os.path.join(source, name), name.startswith(".") or name.endswith(".index.json")
+        kept = name.endswith((".json", ".txt", ".model", ".jinja", ".py", ".md")) and not is_weights
+        if os.path.isfile(path) and kept:
+            shutil.copyfile(path, os.path.join(folder, name))
+            copied.append(name)
     kinds = {t.dtype for t in tensors.values() if t.dtype.is_floating_point}
     config = os.path.join(folder, "config.json")
     if len(kinds) == 1 and os.path.isfile(config):

@@ -9,7 +9,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import torch
 
@@ -110,17 +110,12 @@ _ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be 
 _OLD_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-class _Storage:
+class _Storage(NamedTuple):
     """Stands for the storage of a tensor while it is pickled."""
 
-    def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
-        self.key, self.dtype, self.numel = key, dtype, numel
-
-    def persistent_id(self) -> tuple[object, ...]:
-        if self.dtype in _OLD_STORAGES:
-            kind = getattr(torch, f"{_OLD_STORAGES[self.dtype]}Storage")
-            return ("storage", kind, self.key, "cpu", self.numel)
-        return ("storage", torch.UntypedStorage, self.key, "cpu", self.numel * self.dtype.itemsize)
+    key: str
+    dtype: torch.dtype
+    numel: int
 
 
 class _Pickler(pickle.Pickler):
@@ -133,7 +128,17 @@ class _Pickler(pickle.Pickler):
         self._kept: list[object] = []  # pickle knows objects by their address
 
     def persistent_id(self, obj: object) -> object:
-        return obj.persistent_id() if isinstance(obj, _Storage) else None
+        if not isinstance(obj, _Storage):
+            return None
+        if obj.dtype in _OLD_STORAGES:
+            return (
+                "storage",
+                getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"),
+                obj.key,
+                "cpu",
+                obj.numel,
+            )
+        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize)
 
     def reducer_override(self, obj: Tree) -> Tree:
         if not isinstance(obj, StoredTensor):

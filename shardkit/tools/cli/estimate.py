@@ -70,14 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints estimates."""
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate.report import (
-        as_data,
-        as_text,
-        device_in_words,
-        in_words,
-        plot,
-        times_as_text,
-    )
+    from shardkit.tools.estimate import report
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
@@ -92,36 +85,32 @@ def run(options: argparse.Namespace) -> int:
             options.hf, options.optimizer, dtype, options.sequence, options.checkpointing, reduce
         )
     subject = _adapted(subject, options)
-    strategies = (
-        list(estimating.STRATEGIES)
-        if options.strategy == "all"
-        else [s.strip() for s in options.strategy.split(",")]
-    )
+    strategies = [s.strip() for s in options.strategy.split(",")]
+    if options.strategy == "all":
+        strategies = list(estimating.STRATEGIES)
+    how = {"points": 200 if options.plot else 0, "on_host": options.on_cpu, "compiled": options.compiled}
     found = [
-        estimating.estimate(
-            subject, s, w, b, points=200 if options.plot else 0, on_host=options.on_cpu, device=device,
-            compiled=options.compiled,
-        )
+        estimating.estimate(subject, s, w, b, device=device, **how)
         for s in strategies
         for b in options.batch
         for w in options.ranks
-    ]  # fmt: skip
+    ]
     limit = options.device_memory
     memory = device.memory if limit is None and device is not None else limit
     if options.json:
-        print(json.dumps(as_data(subject, found), indent=1))
+        print(json.dumps(report.as_data(subject, found), indent=1))
     else:
-        print(as_text(subject, found, memory))
+        print(report.as_text(subject, found, memory))
         if device is not None:
-            print("\n" + times_as_text(subject, found, device))
+            print("\n" + report.times_as_text(subject, found, device))
         if options.lora is not None:
-            print("\n".join(map(device_in_words, found)))
+            print("\n".join(map(report.device_in_words, found)))
     if limit is not None and not options.json:
         for s in strategies:
             for b in options.batch:
-                print(in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
+                print(report.in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
     if options.plot:
-        plot(subject, found, options.plot, memory)
+        report.plot(subject, found, options.plot, memory)
     return 0
 
 

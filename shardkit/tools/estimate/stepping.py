@@ -158,14 +158,9 @@ def estimate(
         raise ConfigurationError(
             f"times on {device.name} are not those of ranks on CPUs; ask for one of the two"
         )
-    with _without_values(subject), torch.device("meta"), as_on_devices(on_host):
-        return _MetaTraining(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
-
-
-@contextlib.contextmanager
-def _without_values(subject: Subject) -> Iterator[None]:
     try:
-        yield
+        with torch.device("meta"), as_on_devices(on_host):
+            return _MetaTraining(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, ShardkitError):
             raise

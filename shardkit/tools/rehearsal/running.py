@@ -27,6 +27,7 @@ from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.types import Args, ProcessGroup, T, Tree
 
+from . import surroundings
 from .ranks import (
     AfterStep,
     EnoughSteps,
@@ -40,14 +41,6 @@ from .ranks import (
     watching,
 )
 from .report import Report
-from .surroundings import (
-    environment_of,
-    libraries,
-    named_main,
-    noticing_stillness,
-    surroundings,
-    waiting_elsewhere,
-)
 from .torch_world import SharedStore, leave, torch_worlds
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
@@ -116,7 +109,7 @@ class _Rehearsal:
         self._ranks = []
         for number in range(world_size):
             everyone = SimulatedGroup(self._backend, self._threads, line, number)
-            self._ranks.append(Rank(number, everyone, environment_of(number, world_size)))
+            self._ranks.append(Rank(number, everyone, surroundings.environment_of(number, world_size)))
 
     def run(
         self,
@@ -136,9 +129,9 @@ class _Rehearsal:
                 mock.patch.dict(backends._instances, dict.fromkeys(_STOOD_FOR, self._backend))
             )
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
-            stack.enter_context(surroundings(show))
-            stack.enter_context(libraries())
-            stack.enter_context(waiting_elsewhere(self._threads))
+            stack.enter_context(surroundings.surroundings(show))
+            stack.enter_context(surroundings.libraries())
+            stack.enter_context(surroundings.waiting_elsewhere(self._threads))
             if self._on_host:
                 stack.enter_context(host_for_devices())
             stack.enter_context(watching(goal, batches, after_step))
@@ -146,7 +139,7 @@ class _Rehearsal:
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))
             stack.enter_context(self._program.beginning())
-            stack.enter_context(noticing_stillness(self._threads))
+            stack.enter_context(surroundings.noticing_stillness(self._threads))
             try:
                 results = self._threads.run(self._run_rank, (), timeout)
             except RankFailedError as error:
@@ -257,7 +250,7 @@ class Program:
     def run(self, rank: Rank) -> None:
         """Runs in the rank's thread."""
         package = None if self._spec is None else self._spec.parent
-        module = named_main(rank, self._file, package, self._spec)
+        module = surroundings.named_main(rank, self._file, package, self._spec)
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:

@@ -14,13 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    registry,
-)
 
 from ...errors import ConfigurationError
 from ...launching.run_folder import RUN_DIR, RunFolder
@@ -145,10 +140,10 @@ class _Running:
 
 def _handler(
     options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
-) -> RendezvousHandler:
+) -> rendezvous.RendezvousHandler:
     """Makes what lets machines meet."""
     for hosts in (is_host, False):
-        parameters = RendezvousParameters(
+        parameters = rendezvous.RendezvousParameters(
             backend="c10d",
             endpoint=options.rendezvous or "localhost:0",
             run_id=name,
@@ -161,8 +156,8 @@ def _handler(
             keep_alive_interval=2,
         )
         try:
-            return registry.get_rendezvous_handler(parameters)
-        except RendezvousError as error:
+            return rendezvous.registry.get_rendezvous_handler(parameters)
+        except rendezvous.RendezvousError as error:
             if not hosts:  # else another agent on this machine may have been quicker
                 raise _named(error, options.nodes[0], folder) from error
     raise ConfigurationError("unreachable")

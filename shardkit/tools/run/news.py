@@ -66,7 +66,7 @@ class News:
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
             self._clear()
-            self._folder.page.write_text(text)
+            (self._folder.path / "failure.txt").write_text(text)
             sys.stderr.write(text)
             sys.stderr.flush()
 

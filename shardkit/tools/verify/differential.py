@@ -34,7 +34,7 @@ from .comparing import (
     largest_difference,
     tolerance_of,
 )
-from .experiment import Experiment, load_experiment, persistent_buffers, run_in_one_process, target_of
+from .experiment import Experiment, load_experiment, persistent_buffers, run_in_one_process
 
 SECONDS = 600.0
 
@@ -173,7 +173,10 @@ class Verifier:
             )
         if steps < 1:
             raise ConfigurationError(f"steps must be at least 1, got {steps}")
-        target, given, count = target_of(experiment), dict(options or {}), self.world_size
+        target = experiment  # by which other processes find it
+        if not isinstance(target, str):
+            target = f"{target.__module__}:{target.__qualname__}"
+        given, count = dict(options or {}), self.world_size
         if bits and strategy == "oss":
             raise ConfigurationError(
                 "--bits: under DistributedDataParallel sums have no fixed order; take sharded_ddp"
