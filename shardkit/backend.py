@@ -375,7 +375,7 @@ class Group(OutsideGraphs, abc.ABC):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
+    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's, or raises ConfigurationError."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
@@ -413,7 +413,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """Returns the group ranks of a sub-group, in ascending order."""
+    """Returns the group ranks of a sub-group, in ascending order; or raises a ConfigurationError."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(
