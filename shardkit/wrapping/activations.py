@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -364,37 +364,31 @@ class _Slot:
         self.index = index
 
 
-class _Packed(NamedTuple):
-    """Stands for a PackedSequence, which is a tuple that can't hold slots."""
-
-    data: Any
-    batch_sizes: Any
-    sorted_indices: Any
-    unsorted_indices: Any
-
-
 def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns the value with slots in place of tensors, which go into the list; within containers and dataclasses."""
 
     def take(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            return _Slot(len(tensors) - 1)
-        if isinstance(leaf, PackedSequence):
-            return _Packed(*(take_tensors(part, tensors) for part in leaf))
-        return in_fields(lambda field: take_tensors(field, tensors), leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
 
-    return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
+    return _replaced(take, value)
 
 
 def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Reverses :func:`take_tensors`."""
+    return _replaced(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, value)
 
-    def put(leaf: Any) -> Any:
-        if isinstance(leaf, _Slot):
-            return tensors[leaf.index]
-        if isinstance(leaf, _Packed):
-            return PackedSequence(*(put_tensors(part, tensors) for part in leaf))
-        return in_fields(lambda field: put_tensors(field, tensors), leaf)
 
-    return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
+def _replaced(replace: Callable[[Any], Any], value: Any) -> Any:
+    """Returns the value with something else in place of all in it that is no container."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):  # its constructor would look at what is in it
+            return PackedSequence._make(_replaced(replace, part) for part in leaf)
+        if dataclasses.is_dataclass(leaf):
+            return in_fields(lambda field: _replaced(replace, field), leaf)
+        return replace(leaf)
+
+    return tree_map(replaced, value, is_leaf=lambda x: isinstance(x, PackedSequence))
