@@ -794,7 +794,7 @@ class Engine:
             return
         while self._in_flight:  # one at a time; see [Note: several forwards] for more than one
             may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
-            if not may_wait and not self._in_flight[0].is_reduced():
+            if not may_wait and not all(pack.is_done() for pack in self._in_flight[0].sent):
                 break
             self._receive()
         unit.send()
@@ -802,7 +802,8 @@ class Engine:
 
     def _receive(self) -> None:
         unit = self._in_flight.pop(0)
-        unit.receive()
+        for pack in unit.sent:
+            pack.receive()
         if self.is_lazy:
             self._last_reduced = [f.param.grad for f in unit.flats if f.param.grad is not None]
 
@@ -904,9 +905,9 @@ class Engine:
     def _abandon(self) -> None:
         self.entered = []
         units, self._in_flight = self._in_flight, []
-        for unit in units:
+        for pack in [pack for unit in units for pack in unit.sent]:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
-                unit.forget_reduction()
+                pack.forget()
         for pack in [pack for unit in self._on_host for pack in unit.packs]:
             pack.forget()
         for unit in self.units:

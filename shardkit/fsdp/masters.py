@@ -21,7 +21,7 @@ it waits for its gradient, runs the optimizer over it, and sends the new values 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -48,18 +48,28 @@ class Landing:
     def __init__(self, backend: Backend, size: int, dtype: torch.dtype) -> None:
         self._backend, self._size, self._dtype = backend, size, dtype
         self._memory: dict[torch.dtype, torch.Tensor] = {}  # pinned
+        self._arriving: list[tuple[torch.Tensor, Copy, list[bool], bool]] = []
         self.is_idle = False
         self.then: Callable[[], None] | None = None
 
-    def start(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """Copies a gradient of the device, [S], beside what is computed; returns where to."""
+    def start(self, gradient: torch.Tensor, had: list[bool], had_all: bool) -> None:
+        """Copies a gradient of the device, [S], beside what is computed; notes who had it, and whether all had."""
         memory = self._unused(gradient.dtype)
-        return memory, self._backend.copy_down(memory, gradient)
+        self._arriving.append((memory, self._backend.copy_down(memory, gradient), had, had_all))
 
-    def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
-        """Waits for what :meth:`start` has begun; returns it in the shard's dtype, [S]."""
-        work.wait_on_host()
-        return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
+    def arrive(self) -> Iterator[tuple[torch.Tensor, list[bool], bool]]:
+        """Waits for what :meth:`start` has begun; yields it in the shard's dtype, [S], with what was noted."""
+        arriving, self._arriving = self._arriving, []
+        for memory, work, had, had_all in arriving:
+            work.wait_on_host()
+            gradient = memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
+            yield gradient, had, had_all
+
+    def forget(self) -> None:
+        """Waits for it, of a backward that died."""
+        arriving, self._arriving = self._arriving, []
+        for _, work, _, _ in arriving:
+            work.wait_on_host()
 
     def landed(self, waited: bool) -> None:
         """Notes that the shard has its gradient; whether the host has ``waited`` for it."""

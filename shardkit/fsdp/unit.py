@@ -22,7 +22,7 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, JoinedReduction, StoredPack, pack_for, packed_dtype
+from .gradients import GradientPack, StoredPack, pack_for, packed_dtype
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .registered import Registered
 from .store import KEPT, SUMMONED, Store, start_together
@@ -180,6 +180,7 @@ class Unit:
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
         packs: reduce the gradients of each of its flat parameters.
+        sent: those of them that have something to send.
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
         goes_backward: it may on some rank: the unit is gathered for backward.
@@ -227,6 +228,7 @@ class Unit:
             "lists, whose gradients are the mean over ranks"
         )
         self.packs: list[GradientPack] = []
+        self.sent: Sequence[GradientPack] = ()
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
         self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
@@ -248,9 +250,10 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         self._hooks.remove()
         self.packs = [pack_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
+        self.sent = [pack for pack in self.packs if pack.trains]
         self._fired = [False] * sum(sum(p.trainable) for p in self.packs)
         for flat, pack in zip(self.flats, self.packs, strict=True):
-            flat.trains, flat.reduce = any(pack.trainable), self.reduce
+            flat.trains, flat.reduce = pack.trains, self.reduce
         self.waiting = len(self._fired)
         self.has_frozen = any(not all(p.trainable) for p in self.packs) or any(
             not m.param.requires_grad for f in self.borrowed for m in f.originals
@@ -394,7 +397,7 @@ class Unit:
         gradients = sum(
             p.part_numel * f.group.world_size * packed_dtype(f, self.reduce).itemsize
             for f, p in zip(self.flats, self.packs, strict=True)
-            if any(p.trainable)
+            if p.trains
         )
         self.ranges = UnitRanges(
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
@@ -424,35 +427,24 @@ class Unit:
         """Whether the backward in progress has given it a gradient."""
         return self.waiting < len(self._fired)
 
-    def send(self, together: list[torch.Tensor | None] | None = None) -> None:
-        """Starts the reduction of its gradients.
-
-        Args:
-            together: gets them, to be sent with those of other units; else they are sent.
-        """
+    def take(self) -> list[list[torch.Tensor | None]]:
+        """Takes the gradients of its original parameters, for each of ``sent``."""
         self.reduced = True
-        with self.ranges.reduce():
-            for k, pack in enumerate(self.packs):
-                if any(pack.trainable):
-                    kept: dict[int, torch.Tensor] = {}
-                    for one in self._local[k] if self.keeps_local else ():
-                        kept.update(one.take())
-                    gradients = pack.take(kept)
-                    if together is None:
-                        pack.in_flight = pack.reduce(gradients)
-                    else:
-                        together += gradients
+        taken = []
+        for k, pack in enumerate(self.packs):
+            if pack.trains:
+                kept: dict[int, torch.Tensor] = {}
+                for one in self._local[k] if self.keeps_local else ():
+                    kept.update(one.take())
+                taken.append(pack.take(kept))
         self.keeps_local = False
+        return taken
 
-    def is_reduced(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
-        return all(pack.is_done() for pack in self.packs if any(pack.trainable))
-
-    def receive(self) -> None:
-        """Waits for the reduction; the shards have their gradients then."""
-        for pack in self.packs:
-            if any(pack.trainable):
-                pack.receive()
+    def send(self) -> None:
+        """Starts the reduction of its gradients."""
+        with self.ranges.reduce():
+            for pack, gradients in zip(self.sent, self.take(), strict=True):
+                pack.in_flight = pack.reduce(gradients)
 
     def land(self) -> None:
         """Waits for gradients on their way to the host; the shards have them then."""
@@ -463,11 +455,6 @@ class Unit:
         """Drops what compression has left out of gradients so far."""
         for pack in self.packs:
             pack.forget_errors()
-
-    def forget_reduction(self) -> None:
-        """Waits for the reduction; the shards get nothing of it."""
-        for pack in self.packs:
-            pack.forget()
 
     def local_gradients(self) -> Iterator[tuple[LocalGradients, GradientPack]]:
         """Yields what ``no_sync`` keeps for each registered parameter, and what would reduce it."""
@@ -552,9 +539,9 @@ class SmallUnits:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.flats = [flat for unit in units for flat in unit.flats]
-        self._packs: list[GradientPack] = []  # of which this is made
-        self._joined: JoinedReduction | None = None
-        self._sent: Sequence[Unit | JoinedReduction] = ()
+        self.sent: Sequence[GradientPack] = ()
+        self._packs: list[GradientPack] = []  # of the units, in place of which is
+        self._joined: StoredPack | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -568,41 +555,29 @@ class SmallUnits:
 
     def send(self) -> None:
         """Starts the reduction of their gradients."""
-        packs = [pack for unit in self.units for pack in unit.packs]
+        packs = [pack for unit in self.units for pack in unit.sent]
         if packs != self._packs:
             stored, kinds, _ = joinable(self.units)
-            self._packs, self._joined = packs, JoinedReduction(stored) if len(kinds) == 1 else None
+            self._packs, self._joined = packs, stored[0].joined(stored[1:]) if len(kinds) == 1 else None
         units = [unit for unit in self.units if not unit.accumulates]
         if self._joined is None or len(units) < len(self.units):
             # one of them has got another kind since the plan was made, or keeps its gradients
-            self._sent = units
+            self.sent = [pack for unit in units for pack in unit.sent]
             for unit in units:
                 unit.send()
             return
         gradients: list[torch.Tensor | None] = []
         for unit in units:
-            unit.send(gradients)
-        self._sent = (self._joined,)
-        self._joined.send(gradients)
-
-    def is_reduced(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
-        return all(each.is_reduced() for each in self._sent)
-
-    def receive(self) -> None:
-        """Waits for the reduction; the shards have their gradients then."""
-        for each in self._sent:
-            each.receive()
-
-    def forget_reduction(self) -> None:
-        """Waits for the reduction; the shards get nothing of it."""
-        for each in self._sent:
-            each.forget_reduction()
+            with unit.ranges.reduce():
+                for taken in unit.take():
+                    gradients += taken
+        self.sent = (self._joined,)
+        self._joined.in_flight = self._joined.reduce(gradients)
 
 
 def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]:
     """Returns what reduces the gradients of these units, their kinds (one, if they can travel together), and bytes."""
-    packs = [pack for unit in units for pack in unit.packs if any(pack.trainable)]
+    packs = [pack for unit in units for pack in unit.sent]
     stored = [pack for pack in packs if type(pack) is StoredPack]
     alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)
     kinds = set() if alone else {pack.joins for pack in stored}
