@@ -251,7 +251,12 @@ def plan_backward(
     due = [bisect_left(times, entered[unit]) for unit in gathers]
     together = _computed_together(gathers, calls, recomputed)
     again = [min(positions, default=-1) for positions in together]
-    return BackwardPlan(gathers, reductions, due, _until(together, gathers, prefetch), again)
+    until: list[int] = []  # whole rows of small ones
+    furthest, end_of = 0, _ends_of_rows(gathers)
+    for k, positions in enumerate(together):
+        furthest = max(furthest, k, *positions)
+        until.append(end_of[min(furthest + prefetch, len(gathers) - 1)])
+    return BackwardPlan(gathers, reductions, due, until, again)
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
@@ -283,16 +288,6 @@ def _computed_together(
         for k in span:
             together[k] |= span
     return together
-
-
-def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
-    until: list[int] = []
-    furthest, end_of = 0, _ends_of_rows(units)
-    for k, positions in enumerate(together):
-        furthest = max(furthest, k, *positions)
-        until.append(end_of[min(furthest + prefetch, len(units) - 1)])
-    return until
 
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
@@ -524,7 +519,8 @@ class Engine:
             self.state.ended = next(moments)
             self.recording = False
             self.state.is_due = not self.state.accumulating
-            checkpoints = _numbered(self._around)
+            numbers: dict[int, int] = {}  # of checkpoints, in order of appearance
+            checkpoints = [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in self._around]
             self._around = []
             if (
                 self._replan
@@ -549,9 +545,7 @@ class Engine:
         """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
-                for flat in unit.needs:
-                    flat.store.lock()
-                    self._locked.append(flat)
+                self._lock(unit.needs)
         if self._held:
             self._lock(self._held)
         if self._keeping:
@@ -1043,9 +1037,3 @@ def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
     yield
     for each, before in zip(unused, noted, strict=True):
         each.is_noted = before
-
-
-def _numbered(checkpoints: list[object]) -> list[int]:
-    """Gives objects numbers, in order of appearance; -1 for None."""
-    numbers: dict[int, int] = {}
-    return [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in checkpoints]

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..reduction.changes import Run, difference
+from ..torch_seams.strided_views import memory_of
 from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
@@ -286,8 +287,8 @@ def _changed(
     else:
         everything = group.gather_object(sent, on, label=label) or []
     found: dict[int, tuple[list[Run], int]] = {n: ([], 0) for n in range(len(flat.originals))}
-    for theirs, all_gaps, all_values in everything:
-        _add(found, theirs, all_gaps, all_values, shard)
+    for theirs in everything:
+        _add(found, theirs, shard)
     return [
         Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
         for original, (runs, total) in zip(flat.originals, found.values(), strict=True)
@@ -295,12 +296,13 @@ def _changed(
 
 
 def _add(
-    found: dict[int, tuple[list[Run], int]], theirs: dict[int, list[_Part]], all_gaps: bytearray,
-    all_values: bytearray, like: torch.Tensor,
-) -> None:  # fmt: skip
+    found: dict[int, tuple[list[Run], int]],
+    sent: tuple[dict[int, list[_Part]], bytearray, bytearray],
+    like: torch.Tensor,
+) -> None:
     """Adds what one rank has sent."""
-    gaps, values = _read(all_gaps, torch.uint8), _read(all_values, like.dtype)
-    for item, parts in theirs.items():
+    gaps, values = _read(sent[1], torch.uint8), _read(sent[2], like.dtype)
+    for item, parts in sent[0].items():
         runs, total = found[item]
         for part in parts:
             total += part.checksum
@@ -312,16 +314,9 @@ def _add(
         found[item] = runs, total
 
 
-def _bytes(parts: Sequence[torch.Tensor]) -> bytearray:
-    """The memory of these one after the other; numpy may not be there."""
-    made = bytearray(sum(part.nbytes for part in parts))
-    start = 0
-    for part in parts:
-        if part.nbytes:
-            target = torch.frombuffer(made, dtype=torch.uint8, count=part.nbytes, offset=start)
-            target.copy_(part.contiguous().view(torch.uint8))
-            start += part.nbytes
-    return made
+def _bytes(parts: list[torch.Tensor]) -> bytearray:
+    """Returns the memory of these one after the other; numpy may not be there."""
+    return bytearray(memory_of(torch.cat(parts).cpu())) if parts else bytearray()
 
 
 def _read(data: bytearray, dtype: torch.dtype) -> torch.Tensor:

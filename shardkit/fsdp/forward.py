@@ -240,11 +240,11 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     """Gathers a unit for a forward on these inputs, as they come."""
     unit = state.unit
     compiled: Tree = sys.modules.get(COMPILED_AUTOGRAD)
-    if (
-        jit_tracing() is not None or transform_level() is not None or fx_tracing()
-        or torch.compiler._is_exporting_flag
-        or (compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region))
-    ):  # fmt: skip
+    is_compiled = compiled is not None and (
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    )
+    is_recorded = jit_tracing() is not None or transform_level() is not None or fx_tracing()
+    if is_compiled or is_recorded or torch.compiler._is_exporting_flag:
         check_forward(unit)
     engine = state.engine or become_root(state)
     for flat in state.flats:
@@ -387,18 +387,15 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
 
 def through(state: ShardingState, found: Tree) -> Tree:
     """Returns an attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
-    if isinstance(found, MethodType) and isinstance(found.__self__, nn.Module):
-        return _call_of(state, found)
-    return found
+    if not (isinstance(found, MethodType) and isinstance(found.__self__, nn.Module)):
+        return found
 
-
-def _call_of(state: ShardingState, method: AnyCallable) -> AnyCallable:
-    @functools.wraps(method)
+    @functools.wraps(found)
     def call(*args: object, **kwargs: object) -> Tree:
         engine = state.engine
         if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
-            return method(*args, **kwargs)  # there are values
-        return MethodCall(state).run(method, args, kwargs)
+            return found(*args, **kwargs)  # there are values
+        return MethodCall(state).run(found, args, kwargs)
 
     return call
 

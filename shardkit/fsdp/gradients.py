@@ -116,11 +116,10 @@ class GradientPack(ABC):
         flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
         self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step, flagged=flagged)
         self.part_numel = self._form.sizes[group.rank]
-        here = self._form.items[group.rank]
-        self._parts: list[_Part] = [
-            (f, first, start, [k - first for k in here if first <= k < first + len(f.originals)])
-            for f, first, start in places
-        ]
+        here, self._parts = self._form.items[group.rank], list[_Part]()
+        for f, first, start in places:
+            own = range(first, first + len(f.originals))
+            self._parts.append((f, first, start, [k - first for k in here if k in own]))
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()
 
@@ -264,7 +263,7 @@ class GradientPack(ABC):
         if flat.shards is not None:
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False
-        flat.unused.note(had, flat.param.grad is None)
+        flat.unused.note(had, repeat(flat.param.grad is None))
         if True not in map(had.__getitem__, here):
             self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
             return False
@@ -460,11 +459,9 @@ def pack_for(
     terms = group, reduce, divisors
     if group.world_size > 1 and not has_replicas and blocks is not None:
         pack: GradientPack = CompressedPack([flat], terms, blocks)
-    elif (
-        group.world_size == 1 and not has_replicas
-    ):  # replicas tell each other by flags who had which gradient
+    elif group.world_size == 1 and not has_replicas:
         pack = WholePack([flat], terms, blocks)
-    else:
+    else:  # also of one rank: replicas tell each other by flags who had which gradient
         pack = (StoredPack if group.backend.has_storage else LazyPack)([flat], terms, blocks)
     pack.replicas = replicas
     if has_replicas and blocks is not None and replicas is not None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import not_
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -434,19 +433,11 @@ class Unused:
         self.originals = [True] * len(self.originals)
         self.used = used
 
-    def note(self, had: Sequence[bool], is_new: bool) -> None:
-        """Notes that these have got a gradient: the first since it was cleared, if it ``is_new``."""
-        self.is_noted = True
-        if is_new:
-            self.originals = list(map(not_, had))
-        elif True in self.originals:
-            self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
-
-    def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
-        """Notes as :meth:`note` does, where each has a gradient of its own: the first since it was cleared, or not."""
+    def note(self, had: Sequence[bool], are_new: Iterable[bool]) -> None:
+        """Notes that these have got a gradient: for each, whether it is the first since it was cleared."""
         self.is_noted = True
         self.originals = [
-            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
+            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=False)
         ]
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:

@@ -213,7 +213,5 @@ def _sums_of(rows: torch.Tensor) -> torch.Tensor:
 
 def is_packable(param: nn.Parameter) -> bool:
     """Whether a parameter is packed: a frozen matrix of real numbers, and not small."""
-    return (
-        not param.requires_grad and type(param) is nn.Parameter and param.dtype in _PACKED
-        and param.dim() > 1 and param.numel() >= SMALLEST
-    )  # fmt: skip
+    is_frozen_matrix = not param.requires_grad and type(param) is nn.Parameter and param.dim() > 1
+    return is_frozen_matrix and param.dtype in _PACKED and param.numel() >= SMALLEST

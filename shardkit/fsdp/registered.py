@@ -365,7 +365,7 @@ class RegisteredShards:
         """
         unused = self.each[0].flat.unused
         before = list(map(_grad_of, self.params))
-        unused.note_each(had, [g is None for g in before])
+        unused.note(had, [g is None for g in before])
         there = [(r, g) for r, g in zip(self.each, before, strict=True) if g is not None]
         hooked = any(map(_hooks_of, self.params))
         own = self._common(there) if len(there) == len(before) and not hooked else None

@@ -53,7 +53,7 @@ from ..reduction.compression import CompressedGather
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, Unpacks, own_part, own_shard, taken_apart, unpacked
+from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -66,6 +66,7 @@ from .originals import (
 if TYPE_CHECKING:
     from .flat_param import FlatParam
     from .masters import Landing
+    from .packed import Packed
 
 
 class State(Enum):
@@ -245,23 +246,22 @@ class Store(ABC):
                     module.__dict__.pop(name, None)
 
     # ------------------------------------------------------------ full precision
-    def summon(self) -> torch.Tensor:
-        """Goes from released or kept to summoned (collective); returns the values, which are to be shown."""
-        self.summoned = self.gather_full_precision()
-        self.state = SUMMONED
-        self._reveal()
-        return self.summoned
-
     @torch.no_grad()
-    def gather_full_precision(self) -> torch.Tensor:
-        """Returns all values in the shard's dtype, [W * S], on the compute device (collective)."""
-        shard = self._flat.param.data.contiguous().view(-1).to(self._device)
-        if self._group.world_size == 1 or shard.is_meta:
-            return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
-        full = shard.new_empty(self._layout.padded_numel)
-        with self._flat.ranges.summon():
-            self._gather(full, shard, label=f"{self._flat.label} in full precision")
-        return unpacked(full, self._layout)
+    def summon(self) -> torch.Tensor:
+        """Goes from released or kept to summoned (collective); returns all values, [W * S], which are to be shown."""
+        full = shard = self._flat.param.data.contiguous().view(-1).to(self._device)
+        if shard.is_meta:
+            full = shard.new_empty(self._layout.padded_numel)
+        elif self._group.world_size == 1:
+            full = shard.clone()
+        else:
+            full = shard.new_empty(self._layout.padded_numel)
+            with self._flat.ranges.summon():
+                self._gather(full, shard, label=f"{self._flat.label} in full precision")
+            full = unpacked(full, self._layout)
+        self.summoned, self.state = full, SUMMONED
+        self._reveal()
+        return full
 
     @torch.no_grad()
     def collect(self, values: torch.Tensor) -> None:
@@ -383,7 +383,7 @@ class Stored(Store):
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
-        self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
+        self._unpacking: Unpacking | Packed | None = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
@@ -428,9 +428,7 @@ class Stored(Store):
             if self._group.world_size == 1:
                 work = DONE
             else:
-                # a call less
-                gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
-                work = gather(full, self._own, async_op=True, label=flat.label)
+                work = self._gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
 
     def joined(self, *stores: Stored) -> Joined:
@@ -611,13 +609,12 @@ class Joined:
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
         label = first._flat.label
-        gather = first._channel.all_gather_into if first._flat.on_gather is None else first._gather
         if len(stores) == 1:
             self._own.copy_(first.sent())  # casts, and comes from the host
         else:
             torch.cat([store.sent() for store in stores], out=self._own)  # casts
             label = f"{label} and {len(stores) - 1} more"
-        work = gather(self._full, self._own, async_op=True, label=label)
+        work = first._gather(self._full, self._own, async_op=True, label=label)
         for store, part in zip(stores, self._parts, strict=True):
             store.in_flight, store.arrives_in = (work, part), self
 
@@ -650,7 +647,7 @@ def _gather(stores: Sequence[Lazy]) -> None:
     world_size = flat.group.world_size
     full = sent.new_empty(world_size * sent.numel())  # [W * sum of S]
     label = flat.label if len(stores) == 1 else f"parameters of {flat.path or 'the root'}"
-    work = first._channel.all_gather_into(full, sent, async_op=True, label=label)
+    work = first._gather(full, sent, async_op=True, label=label)
     parts = [full]
     if len(stores) > 1:
         sizes = [shard.numel() for shard in shards]
@@ -742,18 +739,12 @@ class Deferred(Store):
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:
     """Returns the store for where the shard is now; ``before``, the last one, if it can serve on."""
-    kind = _kind_for(flat)
-    return before if type(before) is kind and before.fits() else kind(flat)
-
-
-def _kind_for(flat: FlatParam) -> type[Store]:
-    backend = flat.group.backend
+    backend, kind = flat.group.backend, flat.originals[0].store
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
-        return Deferred
-    if flat.originals[0].store is not None:
-        return flat.originals[0].store
-    if is_whole(flat):
-        return Whole
-    if flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
-        return flat.offloaded
-    return Stored if backend.has_storage else Lazy
+        kind = Deferred
+    elif kind is None and is_whole(flat):
+        kind = Whole
+    elif kind is None and flat.param.device.type in ("cpu", "meta"):
+        kind = flat.offloaded
+    kind = kind or (Stored if backend.has_storage else Lazy)
+    return before if type(before) is kind and before.fits() else kind(flat)

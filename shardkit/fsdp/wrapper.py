@@ -46,7 +46,7 @@ from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
 from .state import WRAPPED, Ignored, Options, ShardingState, summoned
 from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
-from .submodule_api import moving
+from .submodule_api import collecting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -321,7 +321,7 @@ class Door(ModuleProxy, ShardedAPI):
     # ------------------------------------------------------------ being moved and copied
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         begin_move(self._state)
-        with moving():
+        with collecting():
             super()._apply(fn, recurse)
         end_move(self._state)
         return self

@@ -74,11 +74,6 @@ class BackwardState:
         ended: when the last one did.
     """
 
-    __slots__ = (
-        "__weakref__", "_on_end", "accumulating", "asked", "before", "began", "count", "ended", "is_due", "raised",
-        "task", "thread", "unreduced",
-    )  # fmt: skip
-
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.before: Sequence[BackwardState] = ()
         self.began = self.ended = self.count = 0
@@ -112,7 +107,7 @@ class BackwardState:
         self.is_due = False
         self.count += 1
         self.thread = threading.get_ident()
-        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        after_backward(self._end)
         reached = _reached.get(self.task)
         if reached is None:
             _reached[self.task] = [weakref.ref(self)]
@@ -228,8 +223,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
     DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one.
     """
-    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-    queue(lambda: queue(function))
+    after_backward(functools.partial(after_backward, function))
 
 
 _run_backward: AnyCallable = torch.autograd.graph._engine_run_backward

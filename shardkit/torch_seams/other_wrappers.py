@@ -126,10 +126,8 @@ def _outside_of(
 
 
 def _of_torch() -> dict[type, str]:
-    loaded, found = (
-        sys.modules.get("torch.distributed.fsdp"),
-        dict(_OF_TORCH),
-    )  # whoever uses it has imported it
+    found = dict(_OF_TORCH)
+    loaded = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     for name in ("FullyShardedDataParallel", "FSDPModule"):
         if hasattr(loaded, name):
             found[getattr(loaded, name)] = f"torch.distributed.fsdp.{name}"
