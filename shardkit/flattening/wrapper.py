@@ -149,11 +149,7 @@ class FlattenParamsWrapper(nn.Module):
         views = list(self.get_param_views(external_data))
         grads = [p.requires_grad for p in self.flat_params for _ in p._param_infos]
         self.is_flattened = False
-        # setattr, not register_parameter: recurrent layers keep a list of their weights that way.
-        for (_, module, name), view, requires_grad in zip(self._param_infos, views, grads, strict=True):
-            setattr(module, name, nn.Parameter(view.detach(), requires_grad=requires_grad))
-        for _, _, module, name, there, there_name in self._shared_param_infos:
-            setattr(module, name, getattr(there, there_name))
+        self._put([nn.Parameter(view.detach(), g) for view, g in zip(views, grads, strict=True)])
         self._fpw_module.__dict__.pop("_unflattened_param_views", None)
         for name in self.flat_param_names:
             delattr(self, name)
@@ -162,19 +158,21 @@ class FlattenParamsWrapper(nn.Module):
     def _unflatten_params_as_views(self) -> None:
         """Gives modules views of the flat parameters as they are now."""
         views = list(self.get_param_views())
-        for (_, module, name), view in zip(self._param_infos, views, strict=True):
-            setattr(module, name, view)
-        for _, _, module, name, there, there_name in self._shared_param_infos:
-            setattr(module, name, getattr(there, there_name))
+        self._put(views)
         # Activation checkpoints ask it whether something in the module needs a gradient.
         object.__setattr__(self._fpw_module, "_unflattened_param_views", views)
 
+    def _put(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Makes these the attributes of modules where original parameters were."""
+        # setattr, not register_parameter: recurrent layers keep a list of their weights that way.
+        for (_, module, name), value in zip(self._param_infos, values, strict=True):
+            setattr(module, name, value)
+        for _, _, module, name, there, there_name in self._shared_param_infos:
+            setattr(module, name, getattr(there, there_name))
+
     def _drop_views(self) -> None:
         """Takes the views away; see [Note: three states of an original parameter]."""
-        for _, module, name in self._param_infos:
-            setattr(module, name, None)
-        for _, _, module, name, _, _ in self._shared_param_infos:
-            setattr(module, name, None)
+        self._put([None] * len(list(self._param_infos)))
         self._fpw_module.__dict__.pop("_unflattened_param_views", None)
 
     @contextlib.contextmanager

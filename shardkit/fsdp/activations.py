@@ -198,11 +198,12 @@ class Activations:
         page.open()
         return page
 
-    def leave(self, page: SavedInCall) -> None:
-        """Notes that the unit is through."""
-        page.close()
+    def leave(self, page: SavedInCall | None) -> None:
+        """Notes that the unit is through; None where somebody else's hooks had won."""
         self.settle()
-        self._last = page
+        if page is not None:
+            page.close()
+            self._last = page
 
     def settle(self) -> None:
         """Gives the memory back of what was on its way to the host."""

@@ -109,19 +109,15 @@ def check_one_thread(engine: Engine, what: str) -> None:
     Device threads, which run parts of a backward on behalf of the thread that called it, are not taken for others.
     """
     me, task = this_thread(), current_backward()
-    if engine.thread not in (NO_THREAD, me) and (task == NO_BACKWARD or _called_here()):
+    is_called_here = task == NO_BACKWARD or frame_of_backward(sys._getframe()) is not None
+    if engine.thread not in (NO_THREAD, me) and is_called_here:
         raise _refusal(engine.thread, "forward", what)
     other = engine.state.thread
     if engine.state.task in (NO_BACKWARD, task) or other == me:
         return
     of_other = sys._current_frames().get(other)
-    if frame_of_backward(of_other) is not None and (task == NO_BACKWARD or _called_here()):
+    if frame_of_backward(of_other) is not None and is_called_here:
         raise _refusal(other, "backward", what)
-
-
-def _called_here() -> bool:
-    """Whether this thread called the backward that it runs."""
-    return frame_of_backward(sys._getframe(1)) is not None
 
 
 def _refusal(other: int, doing: str, what: str) -> LifecycleError:
@@ -320,6 +316,7 @@ class ForwardGraph:
         self.versions = {
             f: sum(map(_version_of, f.versioned)) for u in engine.units for f in u.flats if f.trains
         }
+        engine.pending.add(self)
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
@@ -599,12 +596,6 @@ class Engine:
             for unit, flag in zip(units, flags.tolist(), strict=True):
                 unit.goes_backward = unit.goes_backward or bool(flag)
                 unit.is_undecided = False
-
-    def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
-        """Returns what outputs of the root's forward call when backward reaches them, on behalf of ``watcher``."""
-        graph = ForwardGraph(self, watcher)
-        self.pending.add(graph)
-        return graph
 
     @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:

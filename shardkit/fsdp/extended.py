@@ -30,7 +30,7 @@ from .originals import (
     without_values,
     written_original,
 )
-from .store import FULL, GATHERED, GATHERING, RELEASED, SUMMONED, Store
+from .store import GATHERING, RELEASED, SUMMONED, Store
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
@@ -90,13 +90,7 @@ class Extended(Store):
         self._places = [output.view(torch.uint8).view(world_size, -1) for output in self._outputs]
 
     @torch.no_grad()
-    def finish(self) -> None:
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+    def _show_gathered(self, values: torch.Tensor) -> None:
         if self._flat.keeps_on_host:
             self._to_host(values)
         for original in self._extended:
@@ -111,15 +105,7 @@ class Extended(Store):
         note_originals(self._flat)
         self._reveal()
 
-    def release(self, until_backward: bool = False) -> None:
-        if self.state is GATHERING:
-            self.finish()
-        if self.state in FULL:
-            self._give_back()
-        self.users = 0
-
-    def _give_back(self) -> None:
-        self.users = 0
+    def _give_back(self, until_backward: bool = False) -> None:
         self._conceal()
         for original in self._extended:
             for tensor in original.memory:

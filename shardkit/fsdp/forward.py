@@ -40,7 +40,6 @@ from ..torch_seams.hooks import (
     current_backward,
     in_fields,
     tensors_in,
-    tensors_of,
     watch_outputs,
 )
 from ..tracing.ranges import Range
@@ -113,7 +112,7 @@ def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
         raise backward_when_summoned(flats[0])
 
     if flats and torch.is_grad_enabled():
-        watch_outputs(tensors_of(outputs), refuse)
+        watch_outputs(tensors_in(outputs), refuse)
 
 
 @not_compiled
@@ -141,7 +140,7 @@ def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
         return tensor.clone() if lends_memory(unit, (tensor,)) else tensor
 
     copied = tree_map_only(torch.Tensor, owned, outputs)
-    if lends_memory(unit, tensors_of(copied)):
+    if lends_memory(unit, tensors_in(copied)):
         raise LifecycleError(
             f"rank {unit.needs[0].group.rank}: the forward of FSDP unit {unit.name or 'the root'!r} returns a "
             f"parameter, or a view of one, inside a {type(outputs).__name__}; its memory ends with forward. "
@@ -316,18 +315,8 @@ def input_dtype(state: ShardingState) -> torch.dtype | None:
 def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     """Returns the same, with gradients of the inputs watched where backward needs frozen parameters."""
     if state.unit.has_frozen and torch.is_grad_enabled():
-        return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
+        return entered._replace(watcher=UnitCall(state.unit, tensors_in(inputs)))
     return entered
-
-
-def _leave_page(
-    engine: Engine, activations: Activations, page: SavedInCall | None, is_outermost: bool
-) -> None:
-    if page is not None:
-        activations.leave(page)
-    if is_outermost:
-        activations.settle()
-        engine.activations = None  # the graph alone keeps them from now on
 
 
 @not_compiled
@@ -336,27 +325,29 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
     if engine.activations is not None:
-        _leave_page(engine, engine.activations, page, is_outermost)
+        engine.activations.leave(page)
+        if is_outermost:
+            engine.activations = None  # the graph alone keeps them from now on
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
     except RuntimeError:
         pass
-    tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+    tensors: Sequence[torch.Tensor] = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
     if lends_memory(unit, tensors):
         try:
             outputs = without_lent_memory(unit, outputs)
         except BaseException as error:
             fail(state, entered, error)
             raise
-        tensors = tensors_of(outputs)
+        tensors = tensors_in(outputs)
     engine.after_forward(unit)
     if torch.is_grad_enabled():
         passed: set[int] = set()
         seen: Unit | UnitCall | ForwardGraph = watcher
         if is_outermost:
-            seen = engine.watching(watcher)
+            seen = ForwardGraph(engine, watcher)
         else:
-            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_of(inputs)
+            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_in(inputs)
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
@@ -375,7 +366,9 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
     engine, is_outermost, _, in_trace, _, page = entered
     if engine.activations is not None:
-        _leave_page(engine, engine.activations, page, is_outermost)
+        engine.activations.leave(page)
+        if is_outermost:
+            engine.activations = None
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:

@@ -90,7 +90,7 @@ class Packed(Stored):
         self._full = full.new_empty(self._shown.numel, dtype=self._computed)
         self.memory = self._full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._shown)
-        self._unpacking = self
+        self._unpack = self.unpack
 
     def unpack(self, gathered: torch.Tensor) -> None:
         """Makes values of what was gathered, [W, S]."""

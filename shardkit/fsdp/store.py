@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, final
@@ -66,7 +66,6 @@ from .originals import (
 if TYPE_CHECKING:
     from .flat_param import FlatParam
     from .masters import Landing
-    from .packed import Packed
 
 
 class State(Enum):
@@ -180,9 +179,19 @@ class Store(ABC):
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """Goes from released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Goes from gathering to gathered."""
+        if self.in_flight is None:
+            return  # there was nothing to wait for; or it has failed, and there are no values
+        (work, values), self.in_flight = self.in_flight, None
+        with self._flat.ranges.gather_wait():
+            work.wait()
+        self.state = GATHERED
+        self._show_gathered(values)
+
+    def _show_gathered(self, values: torch.Tensor) -> None:
+        """Gives original parameters what a gathering has brought."""
+        raise NotImplementedError(type(self).__name__)
 
     def lock(self) -> None:
         """Goes from gathered to locked."""
@@ -195,9 +204,17 @@ class Store(ABC):
         self.state = GATHERED
         self._reveal()
 
-    @abstractmethod
     def release(self, until_backward: bool = False) -> None:
         """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
+        if self.state is GATHERING:
+            self.finish()  # its memory is in use until it is through
+        if self.state in FULL:
+            self._give_back(until_backward)
+        self.users = 0
+
+    @abstractmethod
+    def _give_back(self, until_backward: bool = False) -> None:
+        """Takes values from original parameters, and frees their memory; see :meth:`release`."""
 
     def forget_kept(self) -> None:
         """Goes from kept to released: the shards may have changed."""
@@ -382,8 +399,9 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
-        self._unpacking: Unpacking | Packed | None = Unpacking(self._layout, full) if is_packed else None
+        self._unpack: Callable[[torch.Tensor], None] | None = None
+        if self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1):
+            self._unpack = Unpacking(self._layout, full).unpack
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
@@ -412,11 +430,11 @@ class Stored(Store):
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
             self.in_flight = work, full
             return
-        if self._unpacking is not None and self._compressed is None:
+        if self._unpack is not None and self._compressed is None:
             self.joined(self).start()
             return
         if self._compressed is not None:
-            if self._unpacking is None:
+            if self._unpack is None:
                 self._backend.take_storage(full)
             else:
                 full = torch.empty_like(full)
@@ -446,20 +464,14 @@ class Stored(Store):
             shard = self._shard = self._flat.param.data.view(-1)
         return shard
 
-    def finish(self) -> None:
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+    def _show_gathered(self, values: torch.Tensor) -> None:
         if values is not self._full:
             self._backend.take_storage(self._full)
-            if self._unpacking is None:
+            if self._unpack is None:
                 self._rows.copy_(values)
             else:
                 with torch.no_grad():
-                    self._unpacking.unpack(values)
+                    self._unpack(values)
             if self.arrives_in is not None:
                 self.arrives_in.leave()
                 self.arrives_in = None
@@ -478,19 +490,10 @@ class Stored(Store):
         super().unlock()
         self._kept_views.reveal()
 
-    def release(self, until_backward: bool = False) -> None:
-        if self.state not in FULL:
-            self.users = 0
-            return
-        if self.state is GATHERING:
-            self.finish()  # its memory is in use until it is through
-        is_needed = until_backward and self._flat.host is None and self.state is not GATHERING
-        if is_needed and self._mesh is not None:
+    def _give_back(self, until_backward: bool = False) -> None:
+        is_there = self.state is not GATHERING and self._flat.host is None
+        if until_backward and is_there and self._mesh is not None:
             self._kept = own_part(self._full, self._mesh).clone()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self.users = 0
         if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)
@@ -526,7 +529,7 @@ class Lazy(Store):
 
     def attach(self) -> None:
         self._reveal()
-        self._empty()
+        self._give_back()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """Asks for values, once ``after`` is computed: :func:`gather_together` issues it, or :meth:`finish`."""
@@ -535,26 +538,15 @@ class Lazy(Store):
 
     def finish(self) -> None:
         gather_together([self])
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+        super().finish()
+
+    def _show_gathered(self, values: torch.Tensor) -> None:
         self._full = values
         self._reveal()
         self.show(values)
 
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state is GATHERING:
-            self.finish()
-        if self.state in FULL:
-            self._empty()
-            self.state = RELEASED
-
-    def _empty(self) -> None:
-        self._full = None
+    def _give_back(self, until_backward: bool = False) -> None:
+        self._full, self.state = None, RELEASED
         self._conceal()
         for original in self._originals:
             original.param.__class__ = original.kind  # a released one can't be changed
@@ -691,14 +683,9 @@ class Whole(Store):
         if self._flat.lists_dtensors:
             self._be_attributes(False)
 
-    def finish(self) -> None:
-        """There was nothing to wait for."""
-
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state in FULL:
-            self._conceal()
-            self.state = RELEASED
+    def _give_back(self, until_backward: bool = False) -> None:
+        self._conceal()
+        self.state = RELEASED
 
 
 @final
@@ -726,15 +713,10 @@ class Deferred(Store):
     def lock(self) -> None:
         """There is nothing that could be read or written."""
 
-    def finish(self) -> None:
-        """There was nothing to wait for."""
-
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state in FULL:
-            self.state = RELEASED
-            if self._flat.lists_dtensors:
-                self._be_attributes(False)
+    def _give_back(self, until_backward: bool = False) -> None:
+        self.state = RELEASED
+        if self._flat.lists_dtensors:
+            self._be_attributes(False)
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:

@@ -607,20 +607,14 @@ class UnitCall:
     backward may go on to units below, or to what forward itself made a leaf.
     """
 
-    def __init__(self, unit: Unit, inputs: int) -> None:
-        self._unit, self._inputs = unit, inputs
+    @not_compiled
+    def __init__(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
+        needing = [t for t in inputs if t.requires_grad]
+        self._unit, self._inputs = unit, len(needing)
         self._waiting = 0  # inputs that the backward in progress has not left by
         self._task = NO_BACKWARD
-
-    @classmethod
-    @not_compiled
-    def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall:
-        """Watches these inputs."""
-        needing = [t for t in inputs if t.requires_grad]
-        call = cls(unit, len(needing))
         for t in needing:
-            t.register_hook(call._left)
-        return call
+            t.register_hook(self._left)
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..errors import ConfigurationError
+from ..layout import Box
 from ..types import ProcessGroup, Tree
+from .strided_views import narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -248,11 +250,7 @@ def _put_together(sharded: Tree) -> torch.Tensor:
     device = kind if kind in served else served[0]
     full = torch.zeros(sharded.size(), dtype=sharded.dtype, device=device)
     for shard in shards:
-        part = full
-        for dim, (start, size) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            part = part.narrow(dim, start, size)
-        part.copy_(shard.tensor)
+        here = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        narrowed(full, here, Box((0,) * full.dim(), tuple(full.shape))).copy_(shard.tensor)
     torch.distributed.all_reduce(full, group=group)
     return full

@@ -341,13 +341,10 @@ def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook, passed: C
 
 
 @not_compiled
-def tensors_of(outputs: object) -> Sequence[torch.Tensor]:
-    """Returns all tensors in what a module returned (any nesting of containers)."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
-
-
 def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
     """Returns all tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     leaves: Sequence[object] = tree_leaves(value)
     for leaf in leaves:
