@@ -177,7 +177,7 @@ class FlattenParamsWrapper(nn.Module):
 
     @contextlib.contextmanager
     def unflatten_params(self, flat_params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """Within this block the module has real parameters under their own names; what is written to them stays.
+        """Gives the module real parameters under their own names within this block; what is written to them stays.
 
         Within another such block it does nothing.
 
@@ -206,8 +206,7 @@ class FlattenParamsWrapper(nn.Module):
     def get_param_views(
         self, external_data_list: Sequence[torch.Tensor | None] | None = None
     ) -> Iterator[torch.Tensor]:
-        """Original parameters of all flat parameters as views of them, or of the tensors [N] in a list (None: of its
-        own).
+        """Yields original parameters as views of the flat parameters, or of tensors [N] in a list (None: of its own).
 
         Raises:
             ConfigurationError: the list has another length.
@@ -223,7 +222,7 @@ class FlattenParamsWrapper(nn.Module):
         return chain.from_iterable([param.get_param_views(data) for param, data in pairs])
 
     def metadata(self, flat_param_idx: int) -> tuple[list[str], Sequence[torch.Size], list[int]]:
-        """Names, shapes and numels of one flat parameter's original parameters."""
+        """Returns names, shapes and numels of one flat parameter's original parameters."""
         return self.flat_params[flat_param_idx].metadata()
 
     # -------------------------------------------------------- module
@@ -369,7 +368,7 @@ def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
 
 @torch.no_grad()
 def take_over_originals(flat_params: Sequence[FlatParameter], module: nn.Module) -> list[FlatParameter]:
-    """Original parameters that got other tensors while they were unflattened give their values to the flat parameters.
+    """Gives flat parameters the values of tensors that took original parameters' places while they were unflattened.
 
     Returns:
         The flat parameters; new ones where original parameters moved to a device that a tensor can't change to.

@@ -115,7 +115,7 @@ class SavedInCall:
         self._is_open = self._has_come = False
 
     def open(self) -> None:
-        """From now on what autograd saves is noted here."""
+        """Begins to note what autograd saves."""
         _push(self._pack, self._unpack)
         self._is_open = True
 

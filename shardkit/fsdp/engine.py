@@ -549,7 +549,7 @@ class Engine:
             self._lock_frozen()
 
     def _lock_frozen(self) -> None:
-        """Frozen values that stay are for the next step: what is written to them would not be in the shards."""
+        """Locks frozen values that stay, for the next step: what is written to them would not be in the shards."""
         self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
 
     def _make_plan(self) -> None:
@@ -760,7 +760,7 @@ class Engine:
             self._next_reduction += 1
 
     def defer(self, unit: Unit) -> None:
-        """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
+        """Notes that all gradients are there, and that more may be added to them while backward is inside of the unit."""
         self._deferred.append(unit)
 
     def _complete_deferred(self, entered: Unit) -> None:
@@ -1022,7 +1022,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    """Says inside that this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
     unused = [flat.unused for unit in units for flat in unit.flats]
     noted = [each.is_noted for each in unused]
     yield

@@ -47,7 +47,7 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and positions."""
+        """Counts the bytes of values and positions."""
         return sum(r.values.nbytes + (0 if r.gaps is None else r.gaps.nbytes) for r in self.runs)
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _named(
     flat: FlatParam, values: Sequence[T], paths: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[str, T]]:
-    """Each original parameter's value under all names that it has in the model; it may be tied."""
+    """Yields each original parameter's value under all names that it has in the model; it may be tied."""
     for original, value in zip(flat.originals, values, strict=False):
         for module, name in original.places:
             for path in paths.get(id(module), ()):
@@ -231,7 +231,7 @@ class _Renaming:
             yield from found.items()
 
     def _as_saved(self, found: Mapping[str, torch.Tensor | Change]) -> Mapping[str, torch.Tensor | Change]:
-        """Under the names, and in the shapes, that ``save_pretrained`` writes."""
+        """Returns it under the names, and in the shapes, that ``save_pretrained`` writes."""
         convert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
         if convert is None or not found:
             return found

@@ -78,7 +78,7 @@ class Extended(Store):
         self.in_flight = self._gather(full, sent, async_op=True, label=self._flat.label), full
 
     def _make_room(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Before the first gather (collective): inputs may differ where a class does not pad its last rows.
+        """Takes memory before the first gather (collective): inputs differ where a class does not pad its last rows.
 
         Raises:
             RankMismatchError: on all ranks.

@@ -109,7 +109,7 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
-    """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
+    """Returns this rank's shard [S] of a flat parameter's values, items in their places; a view where possible."""
     blocks = values.split([block.padded_numel for block in layout.blocks])
     parts = [
         block[:1]

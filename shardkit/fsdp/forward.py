@@ -97,7 +97,7 @@ def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kw
 
 
 def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
-    """Inside, parameters that are summoned have the dtype that forward computes with."""
+    """Gives parameters that are summoned the dtype that forward computes with, inside."""
     with ExitStack() as stack:
         for flat in flats:
             if flat.is_summoned:
@@ -184,7 +184,7 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
 
 @not_compiled
 def saving_originals_by_name() -> AbstractContextManager[object]:
-    """Inside, what autograd saves of original parameters is taken anew in backward; see the note above.
+    """Has what autograd saves of original parameters inside taken anew in backward; see the note above.
 
     Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
     """
@@ -430,7 +430,7 @@ class MethodCall:
 
 @contextmanager
 def _full_state_dicts(state: ShardingState) -> Iterator[None]:
-    """Inside, ``state_dict()`` of the wrapped module is that of the wrapper: ``save_pretrained`` calls it."""
+    """Makes ``state_dict()`` of the wrapped module that of the wrapper, inside: ``save_pretrained`` calls it."""
     attributes: StateDict = state.module.__dict__
 
     def full(*args: Any, **kwargs: Any) -> StateDict:

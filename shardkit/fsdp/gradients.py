@@ -347,7 +347,7 @@ class StoredPack(GradientPack):
 
     @property
     def joins(self) -> object:
-        """Equal for packs that can travel as one message."""
+        """Returns what is equal for packs that can travel as one message."""
         how = self._op, self._before, self._after, self._microbatches
         return self._group, self._dtype, self._device, *how, self._flat.shards is None
 
@@ -439,7 +439,7 @@ class WholePack(GradientPack):
         return had, had_all, joined, None
 
     def _arrived(self) -> None:
-        """Nothing was sent."""
+        """Does nothing: nothing was sent."""
 
 
 def pack_for(

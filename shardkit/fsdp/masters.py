@@ -78,7 +78,7 @@ class Landing:
             self.then()
 
     def _unused(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
+        """Returns memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
         kept = self._memory.get(dtype)
         if kept is None or _holders_of(kept.untyped_storage()._cdata) > _ALONE:
             kept = self._memory[dtype] = self._backend.pinned(self._size, dtype)

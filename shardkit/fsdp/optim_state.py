@@ -58,7 +58,7 @@ def gather_parts(listing: Registered, value: torch.Tensor, keep: bool = True) ->
 
 # ------------------------------------------------------------ by index
 def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = None) -> StateDict | None:
-    """The state (``saved``, by default ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
+    """Returns state (``saved``, else ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
 
     None where not ``keep_on``.
 

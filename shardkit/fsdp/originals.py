@@ -169,7 +169,7 @@ class OriginalParameter:
 
     @property
     def written(self) -> torch.Size:
-        """Its shape in the module; what lies in the flat parameter may have another."""
+        """Returns its shape in the module; what lies in the flat parameter may have another."""
         return self.shape
 
     def refuse_training(self, name: str) -> None:
@@ -177,7 +177,7 @@ class OriginalParameter:
 
     @property
     def rows(self) -> torch.Size:
-        """Its shape with the dimension in front that it is cut along."""
+        """Returns its shape with the dimension in front that it is cut along."""
         return torch.Size(
             (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
         )
@@ -294,7 +294,7 @@ def managing(param: nn.Parameter) -> FlatParam | None:
 
 
 def note_originals(flat: FlatParam) -> None:
-    """From now on these parameters are known to be the original parameters of a flat parameter."""
+    """Makes these parameters known as the original parameters of a flat parameter."""
     keys = [id(original.param) for original in flat.originals]
 
     def forget(gone: weakref.ref[FlatParam]) -> None:
@@ -308,7 +308,7 @@ def note_originals(flat: FlatParam) -> None:
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
-    """This tensor, which is about to become released, is a view of that original parameter."""
+    """Notes that this tensor, which is about to become released, is a view of that original parameter."""
     _views[tensor] = _owners[id(param)][1:]
 
 
@@ -429,7 +429,7 @@ class Unused:
         self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
-        """The gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
+        """Notes that the gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
         self.originals = [True] * len(self.originals)
         self.used = used
 

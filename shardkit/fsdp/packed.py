@@ -39,7 +39,7 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def _levels() -> torch.Tensor:
-    """The 16 numbers of NF4: quantiles of the normal distribution, zero and both ends among them."""
+    """Returns the 16 numbers of NF4: quantiles of the normal distribution, zero and both ends among them."""
     end = (1 - 1 / 32 + 1 - 1 / 30) / 2
     steps = (torch.linspace(end, 0.5, k, dtype=torch.float64, device="cpu") for k in (9, 8))
     above, below = (torch.special.ndtri(each)[:-1] for each in steps)
@@ -109,7 +109,7 @@ class Packed(Stored):
         return taken_apart(self._full, self._shown)
 
     def show(self, values: torch.Tensor) -> None:
-        """Original parameters become views of values, or are made of bytes in memory of their own."""
+        """Makes original parameters views of values, or makes them of bytes in memory of their own."""
         if values is not self._full:
             self._check(taken_apart(values, self._layout))
             super().show(values)

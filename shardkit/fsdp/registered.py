@@ -58,7 +58,7 @@ _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_ac
 
 
 def note_registered(listings: Sequence[Registered]) -> None:
-    """From now on their parameters are known to be listed for these."""
+    """Makes it known that their parameters are listed for these."""
     for listing in listings:
         if type(listing.param) is FlatParameter:
             listing.param.__class__ = ShardedFlatParameter
@@ -434,7 +434,7 @@ class UnlistedShard(nn.Parameter):
 
     @classmethod
     def of(cls, values: torch.Tensor, shards: RegisteredShards) -> UnlistedShard:
-        """With these values, [S]."""
+        """Makes it of these values, [S]."""
         made: UnlistedShard = torch.Tensor._make_subclass(cls, values.detach(), False)
         made.shards = shards
         return made
@@ -517,12 +517,12 @@ class ShardedFlatParameter(FlatParameter):
 
     @property
     def _fp16_shard(self) -> torch.Tensor | None:
-        """None: shards are cast on their way into the gathered flat parameter."""
+        """Returns None: shards are cast on their way into the gathered flat parameter."""
         return None
 
     @property
     def _full_param_padded(self) -> torch.Tensor:
-        """The gathered flat parameter [W * S]; without memory while the unit is not gathered."""
+        """Returns the gathered flat parameter [W * S]; without memory while the unit is not gathered."""
         return self._flat.store.gathered
 
     @property
@@ -604,7 +604,7 @@ def _order(module: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def exposed(flat: FlatParam) -> Iterator[None]:
-    """Inside, the original parameters are listed under their own names, and registered ones are not."""
+    """Lists original parameters under their own names, and no registered ones, inside."""
     # where they are listed: not in units that only borrow them
     listed = [
         (listing.param, [p for p in listing.places if p.module._parameters.get(p.name) is listing.param])

@@ -192,7 +192,7 @@ class ShardingState:
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
-        """With its groups, and a run id of its own, which says when it was made: one rank may copy alone before."""
+        """Copies with its groups, and a run id that says when it was made: one rank may copy alone before."""
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
         copied = copy.deepcopy(self.__getstate__(), memo)
         backwards = (self.unit if self.engine is None else self.engine.units[0]).backwards
@@ -260,7 +260,7 @@ class ShardingState:
         return found if len(self.flats) == 1 else sorted(found, key=_position_of)
 
     def forget_root(self) -> None:
-        """The next forward finds the units anew; a root alone can forget, since units below are run by its engine."""
+        """Lets the next forward find the units anew; a root alone can, since units below are run by its engine."""
         if self.is_root:
             for state in self.states():
                 state.engine = state.is_root = None
@@ -279,7 +279,7 @@ class ShardingState:
 
 
 def note_state(state: ShardingState) -> None:
-    """From now on :func:`state_of` finds this state by its door."""
+    """Lets :func:`state_of` find this state by its door."""
     key = id(state.door)
 
     def forget(gone: weakref.ref[ShardingState]) -> None:
@@ -290,7 +290,7 @@ def note_state(state: ShardingState) -> None:
 
 
 def forget_state(state: ShardingState) -> None:
-    """From now on its door is a module like any other."""
+    """Makes its door a module like any other."""
     if state_of(state.door) is state:
         del _states[id(state.door)]
 
@@ -348,7 +348,7 @@ def units_below(state: ShardingState, *, nested: bool = False) -> list[ShardingS
 
 @contextlib.contextmanager
 def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[None]:
-    """Inside, the parameters of a unit, and of those below it, are full (collective).
+    """Makes the parameters of a unit, and of those below it, full inside (collective).
 
     Raises:
         LifecycleError: inside of forward or backward, of this or another thread.

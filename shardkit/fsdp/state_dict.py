@@ -65,7 +65,7 @@ class Pieces(torch.Tensor):
         return made
 
     def __init__(self, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> None:
-        """Made in ``__new__``, as tensors are."""
+        """Does nothing: it is made in ``__new__``, as tensors are."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Pieces({tuple(self.shape)}, {self.dtype}, {self._run.numel()} elements on this rank)"
@@ -106,7 +106,7 @@ class Pieces(torch.Tensor):
 
 
 def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model under their own names, for DCP: of what is sharded, this rank's pieces.
+    """Returns parameters and buffers under their own names, for DCP: of what is sharded, this rank's pieces.
 
     Raises:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
@@ -167,7 +167,7 @@ _NOTE = "shardkit_shard"  # in the metadata of a state dict
 
 
 def metadata(state: ShardingState) -> StateDict:
-    """Names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
+    """Returns names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
     paths = {m: clean(n) for n, m in state.door.named_modules()}
     entries: list[StateDict] = []
     for s in state.states():
@@ -240,7 +240,7 @@ def _key_of(listing: Registered) -> str:
 
 
 def _listings_by_key(state: ShardingState) -> dict[str, tuple[Registered, list[list[object]]]]:
-    """Each registered parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
+    """Returns registered parameters by their keys in local state dicts, with names, shapes (and places) in them."""
     found: dict[str, tuple[Registered, list[list[object]]]] = {}
     for path, m in state.door.named_modules():
         s = state_of(m)
@@ -510,7 +510,7 @@ def clean_names(incompatible: IncompatibleKeys) -> None:
 
 @contextlib.contextmanager
 def local_state(state: ShardingState) -> Iterator[None]:
-    """Inside, state dicts of a unit and those below hold this rank's shards."""
+    """Puts this rank's shards into state dicts of a unit and those below, inside."""
     before = [(s, s.state_is_local) for s in state.states()]
     for s, _ in before:
         s.state_is_local = True
@@ -524,7 +524,7 @@ def local_state(state: ShardingState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_own(state: ShardingState, is_local: bool) -> Iterator[None]:
-    """Inside, what a unit loads, without those below it, is this rank's shards where ``is_local``."""
+    """Lets a unit, without those below it, load this rank's shards inside, where ``is_local``."""
     state.state_is_local = is_local
     yield
     state.state_is_local = False

@@ -227,7 +227,7 @@ class Store(ABC):
             original.assign(piece)
 
     def show_computed(self, full: torch.Tensor) -> None:
-        """They become what a forward computes with, of values in full precision, [W * S]."""
+        """Makes them what a forward computes with, of values in full precision, [W * S]."""
         self.show(full.to(self._dtype))
 
     def _reveal(self) -> None:
@@ -677,7 +677,7 @@ class Whole(Store):
             self._pointer = values.data_ptr()
 
     def _conceal(self) -> None:
-        """Gradients alone: what is read of values is true, and what is written to them is kept."""
+        """Guards gradients alone: what is read of values is true, and what is written to them is kept."""
         for original in self._originals:
             original.param.__class__ = original.of_shard
         if self._flat.lists_dtensors:
@@ -711,7 +711,7 @@ class Deferred(Store):
             self._be_attributes(True)
 
     def lock(self) -> None:
-        """There is nothing that could be read or written."""
+        """Does nothing: there is nothing that could be read or written."""
 
     def _give_back(self, until_backward: bool = False) -> None:
         self.state = RELEASED

@@ -153,7 +153,7 @@ _collecting = _Collecting()
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Inside, an FSDP module makes or loads a state dict, or moves, and takes care of the modules inside of it."""
+    """Says that an FSDP module makes or loads a state dict, or moves, and takes care of the modules inside of it."""
     _collecting.depth += 1
     try:
         yield
@@ -257,7 +257,7 @@ _taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note_taken(modules: Iterable[nn.Module]) -> None:
-    """From now on the parameters of these modules are their unit's."""
+    """Notes that the parameters of these modules are their unit's."""
     _watch()
     _taken.update(modules)
 

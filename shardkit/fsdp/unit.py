@@ -108,7 +108,7 @@ class LocalGradients:
             )
 
     def forget_if_cleared(self) -> None:
-        """Before anything is added: clears the original parameters' gradients if the shard's was cleared."""
+        """Clears the original parameters' gradients, before anything is added, if the shard's was cleared."""
         if not self._standing.was_touched(self._listing.param):
             return
         self._standing.forget()
@@ -149,7 +149,7 @@ class RefuseSteps:
             local.check_step(stepped)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Nothing was done before."""
+        """Does nothing: nothing was done before."""
 
 
 refuse_steps = RefuseSteps()
@@ -383,7 +383,7 @@ class Unit:
         return sum(flat.version for flat in self.needs)
 
     def forget_between(self) -> None:
-        """Nothing is kept between forward and backward any more."""
+        """Keeps nothing between forward and backward any more."""
         for flat in self.flats:
             if flat.store.state is KEPT:
                 flat.store.forget_kept()
@@ -407,14 +407,14 @@ class Unit:
 
     @property
     def small_bytes(self) -> int:
-        """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
+        """Counts the bytes of its values, gathered, where they can travel with those of other units; else -1."""
         if any(flat.store.joins is None or flat.is_borrowed or flat.on_gather for flat in self.needs):
             return -1
         return sum(flat.layout.padded_numel * flat.compute_dtype.itemsize for flat in self.needs)
 
     @property
     def group(self) -> Group | None:
-        """Ranks among which it is sharded; None where it needs no parameters."""
+        """Returns the ranks among which it is sharded; None where it needs no parameters."""
         return self.needs[0].group if self.needs else None
 
     @property
@@ -466,7 +466,7 @@ class Unit:
                 yield one, pack
 
     def forget_if_cleared(self) -> None:
-        """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
+        """Discards what was cleared meanwhile, before a backward adds to what ``no_sync`` keeps."""
         for local in self._local if self.keeps_local else ():
             for one in local:
                 one.forget_if_cleared()
@@ -550,7 +550,7 @@ class SmallUnits:
 
     @property
     def waiting(self) -> int:
-        """How many gradients are missing of those that are to be sent."""
+        """Counts the gradients that are missing of those that are to be sent."""
         return sum([unit.waiting for unit in self.units if not unit.accumulates])
 
     def send(self) -> None:

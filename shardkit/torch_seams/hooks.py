@@ -278,7 +278,7 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
 
 
 def check_asked_gradients(check: AskedCheck) -> None:
-    """From now on ``check`` sees, before anything runs, tensors that a backward shall give gradients of, and no others.
+    """Shows ``check``, before anything runs, tensors that a backward shall give gradients of, and no others.
 
     These are the inputs of ``torch.autograd.grad``, or (then it is told True) of ``backward(inputs=)``, which puts them
     into ``.grad``. The backward runs in what it returns. See [Note: gradients asked for].

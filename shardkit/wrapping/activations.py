@@ -74,12 +74,12 @@ def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
 
 
 def enable_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Within this block :func:`is_checkpointing` is True."""
+    """Makes :func:`is_checkpointing` True within this block."""
     return _set("is_checkpointing")
 
 
 def enable_recomputing() -> contextlib.AbstractContextManager[None]:
-    """Within this block :func:`is_recomputing` is True."""
+    """Makes :func:`is_recomputing` True within this block."""
     return _set("is_recomputing")
 
 
@@ -165,7 +165,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within this block all is as it was when this object was made."""
+        """Makes all as it was when this object was made, within this block."""
         now = self._random_states()
         self._set_random_states(self._random)
         try:
