@@ -760,7 +760,7 @@ class Engine:
             self._next_reduction += 1
 
     def defer(self, unit: Unit) -> None:
-        """Notes that all gradients are there, and that more may be added to them while backward is inside of the unit."""
+        """Notes that all gradients are there, and that more may come while backward is inside of the unit."""
         self._deferred.append(unit)
 
     def _complete_deferred(self, entered: Unit) -> None:
@@ -1022,7 +1022,7 @@ class Engine:
 
 @contextlib.contextmanager
 def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Says inside that this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    """Says inside that this rank has no gradients of these: of those without a part here it doesn't hear who has."""
     unused = [flat.unused for unit in units for flat in unit.flats]
     noted = [each.is_noted for each in unused]
     yield

@@ -429,7 +429,7 @@ class Unused:
         self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
-        """Notes that the gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
+        """Notes that the gradient is new: none has had one yet; ``used`` says so for elements, if execution is lazy."""
         self.originals = [True] * len(self.originals)
         self.used = used
 
