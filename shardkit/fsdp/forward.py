@@ -63,7 +63,7 @@ from .engine import (
 from .flat_param import FlatParam
 from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original
 from .registered import hide
-from .state import ShardingState, clean, state_of
+from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Entered(NamedTuple):
 def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
     states = state.states()
-    names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
+    names = {id(s.door): path for path, s in named_units(state.door)}
     for s in states:
         s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
         name_flats(s, s.unit.name or "the root")

@@ -42,6 +42,11 @@ OUTER = "_fsdp_wrapped_module."
 _OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, which state dicts leave out
 
 
+def dotted(path: str, name: str) -> str:
+    """Returns the name of what a module at this path has under a name of its own."""
+    return f"{path}.{name}" if path else name
+
+
 def clean(name: str) -> str:
     """Returns a name without what wrapping added to it."""
     return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
@@ -300,6 +305,14 @@ def state_of(module: nn.Module) -> ShardingState | None:
     found = _states.get(id(module))
     state = None if found is None else found()
     return state if state is not None and state.door is module else None
+
+
+def named_units(module: nn.Module) -> Iterator[tuple[str, ShardingState]]:
+    """Yields the units at and below a module with the paths of their doors, the outermost first."""
+    for path, m in module.named_modules():
+        state = state_of(m)
+        if state is not None:
+            yield path, state
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:

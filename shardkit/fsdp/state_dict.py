@@ -35,8 +35,10 @@ from .state import (
     OUTER,
     ShardingState,
     clean,
+    dotted,
     enter_summon,
     exit_summon,
+    named_units,
     plain_name,
     state_of,
     summoned,
@@ -112,9 +114,7 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
     """
     found: dict[str, torch.Tensor] = {}
-    paths = {id(m): name for name, m in state.door.named_modules()}
-    for unit in state.states():
-        before = paths[id(unit.door)]
+    for before, unit in named_units(state.door):
         for flat in unit.flats:
             for name, pieces in _pieces_of(flat, unit.home):
                 found[name_at(before, name)] = pieces
@@ -130,7 +130,7 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
 
 def name_at(path: str, name: str) -> str:
     """Returns the name of what a module at this path has, without what wrapping added to it."""
-    return plain_name(f"{path}.{name}" if path else name)
+    return plain_name(dotted(path, name))
 
 
 def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
@@ -206,11 +206,10 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
             for original, name in zip(flat.originals, flat.names, strict=True):
                 if original.home != s.home:
                     continue
-                first = f"{paths[s.door]}.{name}" if paths[s.door] else name
+                first = dotted(paths[s.door], name)
                 for module, attribute in original.places:
                     if id(module) not in inside and module in paths:
-                        path = paths[module]
-                        found.append((first, f"{path}.{attribute}" if path else attribute))
+                        found.append((first, dotted(paths[module], attribute)))
     return found
 
 
@@ -242,17 +241,14 @@ def _key_of(listing: Registered) -> str:
 def _listings_by_key(state: ShardingState) -> dict[str, tuple[Registered, list[list[object]]]]:
     """Returns registered parameters by their keys in local state dicts, with names, shapes (and places) in them."""
     found: dict[str, tuple[Registered, list[list[object]]]] = {}
-    for path, m in state.door.named_modules():
-        s = state_of(m)
-        if s is not None:
-            for listing in s.listings:
-                name = _key_of(listing)
-                key = f"{clean(path)}.{name}" if clean(path) else name
-                originals = zip(listing.names, listing.originals, strict=True)
-                facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
-                for fact, start in zip(facts, listing.layout.starts or (), strict=False):
-                    fact.append(start)
-                found[key] = (listing, facts)
+    for path, s in named_units(state.door):
+        for listing in s.listings:
+            key = dotted(clean(path), _key_of(listing))
+            originals = zip(listing.names, listing.originals, strict=True)
+            facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
+            for fact, start in zip(facts, listing.layout.starts or (), strict=False):
+                fact.append(start)
+            found[key] = (listing, facts)
     return found
 
 
@@ -396,9 +392,8 @@ def flat_shards(
 def names_of_shared(shard_metadata: SavedState) -> Iterator[tuple[str, str]]:
     """Yields the names of weights that are used in several places: the first one, and another."""
     for entry in shard_metadata["param_metadata"]:
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for source, target in entry["shared_param_info"]:
-            yield before + source, before + target
+            yield dotted(entry["fsdp_path"], source), dotted(entry["fsdp_path"], target)
 
 
 def _rename(entries: StateDict, prefix: str, rename: Callable[[str], str]) -> None:

@@ -144,7 +144,7 @@ class Surroundings:
         one_each = {t.device: t for t in tensors if not (t.is_cpu or t.is_meta)}
         self._generators = [_generator(t) for t in one_each.values()]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
-        self._random = self._random_states()
+        self._random = [get() for get, _ in self._generators]
         self._autocast: list[dict[str, Any]] = [
             {
                 "device_type": kind,
@@ -156,9 +156,6 @@ class Surroundings:
             if torch.amp.is_autocast_available(kind)
         ]
 
-    def _random_states(self) -> list[torch.Tensor]:
-        return [get() for get, _ in self._generators]
-
     def _set_random_states(self, states: list[torch.Tensor]) -> None:
         for (_, put), state in zip(self._generators, states, strict=True):
             put(state)
@@ -166,7 +163,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Makes all as it was when this object was made, within this block."""
-        now = self._random_states()
+        now = [get() for get, _ in self._generators]
         self._set_random_states(self._random)
         try:
             with contextlib.ExitStack() as stack:
