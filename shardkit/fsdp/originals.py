@@ -14,6 +14,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from operator import lt, or_
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -436,9 +437,8 @@ class Unused:
     def note(self, had: Sequence[bool], are_new: Iterable[bool]) -> None:
         """Notes that these have got a gradient: for each, whether it is the first since it was cleared."""
         self.is_noted = True
-        self.originals = [
-            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=False)
-        ]
+        # none had it, and none before, or it is new: bools are in order, and no call of Python's is made
+        self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
         """Returns the same for elements, [S]; None if all have got one."""

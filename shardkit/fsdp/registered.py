@@ -540,15 +540,12 @@ ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the
 def register(place: Place, param: nn.Parameter) -> None:
     """Registers a parameter of a module under one of the names it was written with, where that was among the others."""
     module, name = place
-    registered, order = module._parameters, _order(module)
-    if name not in registered and name in order:
-        last = next(reversed(registered), name)
-        behind = order.get(last, len(order)) > order[name]
-        registered[name] = param
-        for later in [*registered] if behind else ():
-            if order.get(later, len(order)) > order[name]:
-                registered[later] = registered.pop(later)
+    registered, is_new = module._parameters, name not in module._parameters
     registered[name] = param
+    if is_new and name in _order(module):
+        for written in written_names(module):
+            if written in registered:
+                registered[written] = registered.pop(written)
 
 
 def unregister(place: Place) -> None:

@@ -427,24 +427,25 @@ class Unit:
         """Whether the backward in progress has given it a gradient."""
         return self.waiting < len(self._fired)
 
-    def take(self) -> list[list[torch.Tensor | None]]:
-        """Takes the gradients of its original parameters, for each of ``sent``."""
-        self.reduced = True
-        taken = []
-        for k, pack in enumerate(self.packs):
-            if pack.trains:
-                kept: dict[int, torch.Tensor] = {}
-                for one in self._local[k] if self.keeps_local else ():
-                    kept.update(one.take())
-                taken.append(pack.take(kept))
-        self.keeps_local = False
-        return taken
+    def send(self, together: list[torch.Tensor | None] | None = None) -> None:
+        """Starts the reduction of its gradients.
 
-    def send(self) -> None:
-        """Starts the reduction of its gradients."""
+        Args:
+            together: gets them, to be sent with those of other units; else they are sent.
+        """
+        self.reduced = True
         with self.ranges.reduce():
-            for pack, gradients in zip(self.sent, self.take(), strict=True):
-                pack.in_flight = pack.reduce(gradients)
+            for k, pack in enumerate(self.packs):
+                if pack.trains:
+                    kept: dict[int, torch.Tensor] = {}
+                    for one in self._local[k] if self.keeps_local else ():
+                        kept.update(one.take())
+                    gradients = pack.take(kept)
+                    if together is None:
+                        pack.in_flight = pack.reduce(gradients)
+                    else:
+                        together += gradients
+        self.keeps_local = False
 
     def land(self) -> None:
         """Waits for gradients on their way to the host; the shards have them then."""
@@ -568,9 +569,7 @@ class SmallUnits:
             return
         gradients: list[torch.Tensor | None] = []
         for unit in units:
-            with unit.ranges.reduce():
-                for taken in unit.take():
-                    gradients += taken
+            unit.send(gradients)
         self.sent = (self._joined,)
         self._joined.in_flight = self._joined.reduce(gradients)
 
