@@ -388,44 +388,36 @@ def through(state: ShardingState, found: Tree) -> Tree:
         engine = state.engine
         if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
             return found(*args, **kwargs)  # there are values
-        return MethodCall(state).run(found, args, kwargs)
+        return call_method(state, found, args, kwargs)
 
     return call
 
 
-class MethodCall:
-    """One call of a method; see above."""
+@not_compiled
+def call_method(state: ShardingState, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
+    """Calls a method of a module, for which its unit is gathered where that is needed; see [Note: methods]."""
+    modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
+    entered: list[Entered] = []  # once it was needed
 
-    def __init__(self, state: ShardingState) -> None:
-        self._state = state
-        self._modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
-        self._entered: Entered | None = None
-        self._args: Args = ()
-        self._kwargs: Kwargs = {}
+    def before(module: nn.Module, inputs: object) -> None:
+        if not entered and module in modules and not state.is_computing:
+            found = enter(state, args, kwargs)
+            state.is_computing = True
+            entered.append(watched(found, state, (args, kwargs)))
 
-    @not_compiled
-    def run(self, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
-        """Calls the method."""
-        self._args, self._kwargs = args, kwargs
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._before).remove)
-            stack.enter_context(_full_state_dicts(self._state))
-            try:
-                outputs = method(*args, **kwargs)
-            except BaseException as error:
-                if self._entered is not None:
-                    fail(self._state, self._entered, error)
-                raise
-            finally:
-                if self._entered is not None:
-                    self._state.is_computing = False
-        return outputs if self._entered is None else leave(self._state, self._entered, outputs)
-
-    def _before(self, module: nn.Module, inputs: object) -> None:
-        if self._entered is None and module in self._modules and not self._state.is_computing:
-            entered = enter(self._state, self._args, self._kwargs)
-            self._state.is_computing = True
-            self._entered = watched(entered, self._state, (self._args, self._kwargs))
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.enter_context(_full_state_dicts(state))
+        try:
+            outputs = method(*args, **kwargs)
+        except BaseException as error:
+            for each in entered:
+                fail(state, each, error)
+            raise
+        finally:
+            if entered:
+                state.is_computing = False
+    return leave(state, entered[0], outputs) if entered else outputs
 
 
 @contextmanager

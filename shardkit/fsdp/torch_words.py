@@ -25,7 +25,7 @@ from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Args, Kwargs, Tree
 from .construct import wake
-from .forward import MethodCall, cast_inputs, enter, fail, input_dtype, leave, watched
+from .forward import call_method, cast_inputs, enter, fail, input_dtype, leave, watched
 from .state import ShardingState, end_unshard, enter_summon, state_of
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class TorchsMethods:
         end_unshard(state)
         if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
-        return MethodCall(state).run(partial(method, state.module), args, kwargs)
+        return call_method(state, partial(method, state.module), args, kwargs)
 
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
