@@ -89,6 +89,7 @@ from ..torch_seams.hooks import (
     callers,
     current_backward,
     frame_of_backward,
+    in_compiled_autograd,
     moments,
     surrounding_checkpoint,
     tensors_in,
@@ -130,7 +131,6 @@ def _refusal(other: int, doing: str, what: str) -> LifecycleError:
 
 
 EXPORT = "torch.export._trace"
-COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 # Of this thread from torch 2.14 on, of the process before.
 _fx: Any = torch.fx._symbolic_trace
 fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or functools.partial(
@@ -172,8 +172,7 @@ def is_listed_for_export(export: ModuleType) -> bool:
 
 def check_backward(unit: Unit) -> None:
     """Raises LifecycleError where autograd's graph is compiled."""
-    compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
-    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+    if in_compiled_autograd():
         raise refusal(
             unit,
             "compiled autograd",
@@ -394,7 +393,7 @@ class Engine:
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._creates_graph = False
         self._held: list[FlatParam] = []  # gathered for the graphs of gradients
-        self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
+        self._flats = [*dict.fromkeys(flat for unit in self.units for flat in unit.needs)]
         self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
         shared = [f for u in self.units for f in u.flats if f.group.world_size > 1]
         self._first_of_group = list({f.group: f for f in reversed(shared)}.values())
@@ -456,8 +455,9 @@ class Engine:
         in_backward = current_backward() != NO_BACKWARD
         if not self.recording and not in_backward and (unit.gathered_at is None or not unit.is_current()):
             unit.release()  # what an earlier forward left gathered may be old
-        if self._locked:
-            self._unlock(unit.needs)
+        for flat in unit.needs:
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
         if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
             self._gather_again(unit)
         elif not unit.is_held:
@@ -534,8 +534,8 @@ class Engine:
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
-        for flat in self._locked:
-            if flat.written:
+        for flat in self._flats:
+            if flat.store.state is LOCKED and flat.written:
                 raise written_original(flat)
 
     def _lock_held(self) -> None:
@@ -630,8 +630,9 @@ class Engine:
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
                 behind = ", past " + ", ".join(past) if past else ""
                 flat.group.channel("parameters").agree(f"backward through {flat.label}{behind}")
-        if self._locked:
-            self._unlock(self._locked)
+        for flat in self._flats:
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
         self._is_planned = len(self.pending) <= 1 and not self._held
         self._at_end = not sends_last or (not self._is_planned and self._needs_one_order)
         self._passed = -1
@@ -914,13 +915,6 @@ class Engine:
     def _lock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:
             flat.store.lock()
-            self._locked.append(flat)
-
-    def _unlock(self, flats: Sequence[FlatParam]) -> None:
-        for flat in flats:
-            if flat.store.state is LOCKED:
-                flat.store.unlock()
-        self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
     # ------------------------------------------------------------ steps of others
     @property

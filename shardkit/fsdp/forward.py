@@ -36,6 +36,7 @@ from ..errors import LifecycleError
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
+    COMPILED_AUTOGRAD,
     NO_BACKWARD,
     current_backward,
     in_fields,
@@ -49,7 +50,6 @@ from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .activations import Activations, SavedInCall
 from .construct import announce, name_flats
 from .engine import (
-    COMPILED_AUTOGRAD,
     NO_THREAD,
     Engine,
     ForwardGraph,

@@ -39,6 +39,7 @@ from ..progress import observe
 from ..types import AnyCallable, Tree
 from .compiling import callees_compiled, not_compiled
 
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 NO_BACKWARD = -1
 DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
 # Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
@@ -48,6 +49,14 @@ GradientHook = Callable[[torch.Tensor], None]
 # Of each backward in progress, by id, what it has come to.
 _reached: dict[int, list[weakref.ref[BackwardState]]] = {}
 moments = itertools.count(1)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether autograd's graph is compiled."""
+    compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
+    return compiled is not None and (
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    )
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -95,10 +104,7 @@ class BackwardState:
 
     def begin(self) -> None:
         """Marks the running backward as the one whose end counts; called from inside of it."""
-        compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-        if compiled is not None and (
-            compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
-        ):
+        if in_compiled_autograd():
             raise LifecycleError(
                 "compiled autograd of a sharded module is not possible: gradients are reduced while backward runs. Use "
                 "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
