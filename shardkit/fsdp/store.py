@@ -171,9 +171,11 @@ class Store(ABC):
         """Returns the tensor that original parameters are views of, [W * S]; it may have no memory now."""
 
     # ------------------------------------------------------------ transitions
-    @abstractmethod
     def attach(self) -> None:
         """Takes over original parameters, which are released from now on."""
+        self._reveal()
+        self.show(self.gathered)
+        self._conceal()
 
     @abstractmethod
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
@@ -666,24 +668,19 @@ class Whole(Store):
 
     @property
     def gathered(self) -> torch.Tensor:
-        return self._flat.param.data
+        return self._flat.param.data.reshape(-1)
 
-    def attach(self) -> None:
-        self._reveal()
-        self._show_shard()
-        self._conceal()
+    def show(self, values: torch.Tensor) -> None:
+        """Makes them views of this, and notes where it is."""
+        super().show(values)
+        if self._backend.has_storage:
+            self._pointer = values.data_ptr()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
         self._reveal()
         if not self._backend.has_storage or self._flat.param.data.data_ptr() != self._pointer:
-            self._show_shard()  # somebody put another tensor in
-
-    def _show_shard(self) -> None:
-        values = self._flat.param.data.reshape(-1)
-        self.show(values)
-        if self._backend.has_storage:
-            self._pointer = values.data_ptr()
+            self.show(self.gathered)  # somebody put another tensor in
 
     def _conceal(self) -> None:
         """Guards gradients alone: what is read of values is true, and what is written to them is kept."""
@@ -708,11 +705,6 @@ class Deferred(Store):
     @property
     def gathered(self) -> torch.Tensor:
         return self._full
-
-    def attach(self) -> None:
-        self._reveal()
-        self.show(self._full)
-        self._conceal()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
