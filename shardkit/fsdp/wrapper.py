@@ -24,7 +24,7 @@ from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
-from ..torch_seams.device_mesh import shards_and_replicas_of
+from ..torch_seams.dtensors import shards_and_replicas_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
