@@ -217,10 +217,10 @@ class GradientPack(ABC):
         """Waits for what is on its way to the host; the shard has its gradient then."""
         landing = self._flat.store.landing
         if landing is not None:
-            arrived = list(landing.arrive())
-            for gradient, had, had_all in arrived:
-                self._give(self._parts[0], had, gradient, had_all)
-            landing.landed(bool(arrived))
+            arriving = landing.taken()
+            for memory, copy, had, had_all in arriving:
+                self._give(self._parts[0], had, landing.finish(memory, copy), had_all)
+            landing.landed(bool(arriving))
 
     def _give(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         if self._note(part, had, had_all, result):
@@ -251,7 +251,8 @@ class GradientPack(ABC):
             self._arrived()
         for flat in self._flats:
             if (landing := flat.store.landing) is not None:
-                landing.forget()
+                for _, copy, _, _ in landing.taken():
+                    copy.wait_on_host()
 
     @abstractmethod
     def _arrived(self) -> None:

@@ -21,7 +21,7 @@ it waits for its gradient, runs the optimizer over it, and sends the new values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -57,19 +57,15 @@ class Landing:
         memory = self._unused(gradient.dtype)
         self._arriving.append((memory, self._backend.copy_down(memory, gradient), had, had_all))
 
-    def arrive(self) -> Iterator[tuple[torch.Tensor, list[bool], bool]]:
-        """Waits for what :meth:`start` has begun; yields it in the shard's dtype, [S], with what was noted."""
+    def taken(self) -> list[tuple[torch.Tensor, Copy, list[bool], bool]]:
+        """Takes what :meth:`start` has begun: where to, what to wait for, and what was noted."""
         arriving, self._arriving = self._arriving, []
-        for memory, work, had, had_all in arriving:
-            work.wait_on_host()
-            gradient = memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
-            yield gradient, had, had_all
+        return arriving
 
-    def forget(self) -> None:
-        """Waits for it, of a backward that died."""
-        arriving, self._arriving = self._arriving, []
-        for _, work, _, _ in arriving:
-            work.wait_on_host()
+    def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
+        """Waits for one of these; returns it in the shard's dtype, [S]."""
+        work.wait_on_host()
+        return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
 
     def landed(self, waited: bool) -> None:
         """Notes that the shard has its gradient; whether the host has ``waited`` for it."""
