@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
+from ..torch_seams.live_memory import parts_with_memory
 from ..torch_seams.strided_views import contiguous_strides
 from ..types import Tree
 from .originals import (
@@ -174,7 +174,7 @@ class ExtendedParameter(OriginalParameter):
             asked: what ``fsdp_pre_all_gather`` is told: the mesh, and the dtypes in torch's words.
         """
         self._asked, whole = asked, self.part if self.part.is_meta else self.part.to(device)
-        for tensor in [] if whole.is_meta else _plain_in(whole):
+        for tensor in [] if whole.is_meta else list(parts_with_memory(whole)):
             for sender in senders:
                 sender.channel("buffers").broadcast(tensor, 0, label="parameters of rank 0")
         chunks = torch.chunk(whole, group.world_size)
@@ -225,10 +225,3 @@ def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
 def is_extended(param: nn.Parameter) -> bool:
     """Whether its class says what is gathered of it."""
     return hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
-
-
-def _plain_in(tensor: Tree) -> list[torch.Tensor]:
-    """Returns the plain tensors that one is made of, as far as it tells."""
-    if is_traceable_wrapper_subclass(tensor):
-        return [t for name in tensor.__tensor_flatten__()[0] for t in _plain_in(getattr(tensor, name))]
-    return [tensor] if type(tensor) is torch.Tensor else []
