@@ -88,12 +88,35 @@ def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
 
 
 @callees_compiled
-def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kwargs: Kwargs) -> Tree:
-    """Runs a forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
-    with computing_when_summoned(flats):
-        outputs = module(*args, **kwargs)
-    refuse_backward(flats, outputs)
-    return outputs
+def run_gathered(state: ShardingState, call: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
+    """Calls what computes with a unit's parameters, a module or a method of it, with these gathered.
+
+    Inside of ``summon_full_params`` it is this rank's alone, in the dtypes of any other forward.
+    """
+    dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
+    if state.summoned is not None:
+        state.cast_buffers()
+        if dtype is not None:
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+        with computing_when_summoned(state.unit.needs):
+            outputs = call(*args, **kwargs)
+        refuse_backward(state.unit.needs, outputs)
+        return outputs
+    entered = enter(state, args, kwargs)
+    try:
+        if dtype is not None:
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+        if state.unit.has_frozen:
+            entered = watched(entered, state, (args, kwargs))
+        if entered.engine.is_lazy:
+            with saving_originals_by_name():
+                outputs = call(*args, **kwargs)
+        else:
+            outputs = call(*args, **kwargs)
+    except BaseException as error:
+        fail(state, entered, error)
+        raise
+    return leave(state, entered, outputs)
 
 
 def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:

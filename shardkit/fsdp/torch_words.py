@@ -23,9 +23,9 @@ from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
-from ..types import AnyCallable, Args, Kwargs, Tree
+from ..types import AnyCallable, Tree
 from .construct import wake
-from .forward import call_method, cast_inputs, enter, fail, input_dtype, leave, watched
+from .forward import call_method, cast_inputs, run_gathered
 from .state import ShardingState, end_unshard, enter_summon, state_of
 
 if TYPE_CHECKING:
@@ -304,20 +304,11 @@ class TorchsMethods:
         end_unshard(state)
         if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
-        given: tuple[Args, Kwargs] = (args, kwargs)
-        dtype = input_dtype(state)
-        if dtype is not None:
-            given = cast_inputs(given, dtype)
-        entered = watched(enter(state, *given), state, given)
         state.is_computing = True
         try:
-            outputs = method(state.module, *given[0], **given[1])
-        except BaseException as error:
-            fail(state, entered, error)
-            raise
+            return run_gathered(state, partial(method, state.module), args, kwargs)
         finally:
             state.is_computing = False
-        return leave(state, entered, outputs)
 
 
 _OWN = (

@@ -31,17 +31,7 @@ from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict,
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import EXPORT, is_listed_for_export, refusal
 from .flat_values import AlignedLayout, RowsLayout
-from .forward import (
-    cast_inputs,
-    enter,
-    fail,
-    input_dtype,
-    leave,
-    run_summoned,
-    saving_originals_by_name,
-    through,
-    watched,
-)
+from .forward import run_gathered, through
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
 from .state import WRAPPED, Ignored, Options, ShardingState, summoned
@@ -259,28 +249,7 @@ class Door(ModuleProxy, ShardedAPI):
         state = self._state
         if state.is_asleep:
             wake(state)
-        dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
-        if state.summoned is not None:
-            state.cast_buffers()
-            if dtype is not None:
-                args, kwargs = cast_inputs((args, kwargs), dtype)
-            return run_summoned(state.module, state.unit.needs, args, kwargs)
-        entered = enter(state, args, kwargs)
-        try:
-            if dtype is not None:
-                args, kwargs = cast_inputs((args, kwargs), dtype)
-            if state.unit.has_frozen:
-                entered = watched(entered, state, (args, kwargs))
-            module = state.module
-            if entered.engine.is_lazy:
-                with saving_originals_by_name():
-                    outputs = module(*args, **kwargs)
-            else:
-                outputs = module(*args, **kwargs)
-        except BaseException as error:
-            fail(state, entered, error)
-            raise
-        return leave(state, entered, outputs)
+        return run_gathered(state, state.module, args, kwargs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).
