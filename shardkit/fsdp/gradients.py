@@ -127,6 +127,11 @@ class GradientPack(ABC):
     def _lay_out(self) -> None:
         """Makes what packs gradients in this form."""
 
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that are packed, of all ranks' parts."""
+        return self.part_numel * self._group.world_size * self._dtype.itemsize
+
     # ------------------------------------------------------------ sending
     def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """Returns the original parameters' gradients, which these have no longer.
@@ -340,11 +345,6 @@ class StoredPack(GradientPack):
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
         return self._form.anywhere(had, result, self._group.rank)
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes that are packed and sent, of all ranks' parts."""
-        return self._form.starts[-1] * self._dtype.itemsize
 
     @property
     def joins(self) -> object:

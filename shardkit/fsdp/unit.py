@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, StoredPack, pack_for, packed_dtype
+from .gradients import GradientPack, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .registered import Registered
 from .store import KEPT, SUMMONED, Store, start_together
@@ -260,13 +261,10 @@ class Unit:
         )
         index = 0
         for flat, pack in zip(self.flats, self.packs, strict=True):
-            for number, (original, is_trainable) in enumerate(
-                zip(flat.originals, pack.trainable, strict=True)
-            ):
-                if is_trainable:
-                    with as_tensors():
-                        self._hooks.attach(original.param, None, self._after(index, flat, number))
-                    index += 1
+            for number in compress(range(len(flat.originals)), pack.trainable):
+                with as_tensors():
+                    self._hooks.attach(flat.originals[number].param, None, self._after(index, flat, number))
+                index += 1
 
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
@@ -394,11 +392,7 @@ class Unit:
         self.name = name = paths[0]
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
-        gradients = sum(
-            p.part_numel * f.group.world_size * packed_dtype(f, self.reduce).itemsize
-            for f, p in zip(self.flats, self.packs, strict=True)
-            if p.trains
-        )
+        gradients = sum(pack.nbytes for pack in self.sent)
         self.ranges = UnitRanges(
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
