@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
 
 
+Purpose = Literal["block", "state dict", "unshard"]
 _position_of = attrgetter("position")
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
@@ -144,9 +145,9 @@ class ShardingState:
         engine: the root's; None before the first forward.
         is_root: no other unit is around it; None before the first forward.
         summoned: open while parameters are summoned.
-        is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
+        summoned_for: a block of ``summon_full_params``, a state dict that is loaded or made, or ``unshard()``, which
+            the next forward ends.
         state_is_local: state dicts hold shards.
-        is_unsharded: summoned until the next forward.
         is_asleep: it was copied, and has no groups yet; or other parameters were put in place of those it lists.
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
@@ -173,7 +174,8 @@ class ShardingState:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
-        self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
+        self.summoned_for: Purpose = "block"
+        self.state_is_local = self.buffers_cast = False
         self.is_computing = self.is_asleep = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
@@ -374,7 +376,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
         yield
 
 
-def enter_summon(state: ShardingState, writeback: bool) -> None:
+def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "block") -> None:
     """Begins it for one unit; :func:`exit_summon` ends it."""
     if state.engine is not None:
         state.engine.check_idle("summon_full_params")
@@ -384,19 +386,12 @@ def enter_summon(state: ShardingState, writeback: bool) -> None:
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat))
-    state.summoned = stack
+    state.summoned, state.summoned_for = stack, purpose
 
 
-def end_unshard(state: ShardingState) -> None:
-    """Ends what ``unshard()`` began."""
-    if state.is_unsharded:
-        state.is_unsharded = False
-        exit_summon(state)
-
-
-def exit_summon(state: ShardingState) -> None:
-    """Ends it; changes go to the shards where they are to be kept."""
-    stack, state.summoned = state.summoned, None
-    state.unit.release()  # asked for meanwhile
-    if stack is not None:
+def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
+    """Ends what was begun for this, if it was; changes go to the shards where they are to be kept."""
+    if state.summoned is not None and state.summoned_for == purpose:
+        stack, state.summoned = state.summoned, None
+        state.unit.release()  # asked for meanwhile
         stack.close()

@@ -471,19 +471,11 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
     state.unit.forget_errors()
     if state.state_is_local or state.summoned is not None:
         return
-    enter_summon(state, True)
-    state.is_loading = True
+    enter_summon(state, True, "state dict")
     # torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values
     own = {id(listing.param) for listing in state.listings}
     for key in [k for k, value in state_dict.items() if id(value) in own]:
         del state_dict[key]
-
-
-def end_loading(state: ShardingState) -> None:
-    """Ends that; the unit keeps its shards."""
-    if state.is_loading:
-        state.is_loading = False
-        exit_summon(state)
 
 
 def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
@@ -535,4 +527,4 @@ def loading(door: nn.Module) -> Iterator[None]:
             end_loading_shards(m)
             state = state_of(m)
             if state is not None:
-                end_loading(state)
+                exit_summon(state, "state dict")

@@ -34,8 +34,8 @@ from .flat_values import AlignedLayout, RowsLayout
 from .forward import run_gathered, through
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
-from .state import WRAPPED, Ignored, Options, ShardingState, summoned
-from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
+from .state import WRAPPED, Ignored, Options, ShardingState, exit_summon, summoned
+from .state_dict import add_wrapping, begin_loading, clean_names, full_state_dict, loading
 from .submodule_api import collecting
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object
 
 def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
     clean_names(incompatible)
-    end_loading(door._state)
+    exit_summon(door._state, "state dict")
 
 
 note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)
