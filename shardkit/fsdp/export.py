@@ -21,7 +21,7 @@ from ..torch_seams.strided_views import memory_of
 from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
-from .originals import refuse_split
+from .originals import refuse_meta, refuse_split
 from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 
@@ -163,11 +163,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():
         refuse_split(flat.originals, "export()", "Take state_dict(), whose DTensors have full_tensor()")
-        if flat.param.is_meta:
-            raise ConfigurationError(
-                f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) "
-                "and initialize it first"
-            )
+        refuse_meta(flat)
         if since is not None and (
             flat.is_summoned
             or flat.param.element_size() not in INTEGERS

@@ -266,6 +266,15 @@ def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str
             )
 
 
+def refuse_meta(flat: FlatParam) -> None:
+    """Raises ConfigurationError if these have no values yet."""
+    if flat.param.is_meta:
+        raise ConfigurationError(
+            f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) and "
+            "initialize it first"
+        )
+
+
 class Owner(NamedTuple):
     """The flat parameter that holds an original parameter's values, and which of those in it this is."""
 

@@ -28,7 +28,7 @@ from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam
 from .flat_values import taken_apart
-from .originals import refuse_split
+from .originals import refuse_meta, refuse_split
 from .registered import Registered
 from .state import (
     INNER,
@@ -134,10 +134,7 @@ def name_at(path: str, name: str) -> str:
 
 
 def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
-    if flat.param.is_meta:
-        raise ConfigurationError(
-            f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) first"
-        )
+    refuse_meta(flat)
     refuse_split(flat.originals, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
     shard = flat.param.detach().view(-1)
     here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
