@@ -535,7 +535,7 @@ class SmallUnits:
         self.units = list(units)
         self.flats = [flat for unit in units for flat in unit.flats]
         self.sent: Sequence[GradientPack] = ()
-        self._packs: list[GradientPack] = []  # of the units, in place of which is
+        self._packs: list[GradientPack] = []  # of the units, in place of which the joined one is
         self._joined: StoredPack | None = None
 
     @property
