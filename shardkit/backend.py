@@ -375,7 +375,7 @@ class Group(OutsideGraphs, abc.ABC):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's, or raises ConfigurationError."""
+    """Returns each rank's numel in ``whole`` [N], ``shard`` [S] being this rank's, or raises ConfigurationError."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()

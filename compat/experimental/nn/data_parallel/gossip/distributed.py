@@ -23,7 +23,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.internal.params import average_gradients, average_together
 from shardkit.layout import ShardLayout
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
-from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
+from shardkit.torch_seams.hooks import BackwardState, tensors_in, watch_outputs
 from shardkit.types import ProcessGroup, StateDict, Tree
 
 from .graph_manager import (
@@ -304,7 +304,7 @@ class SlowMoDataParallel(nn.Module):
             self._buffers_sync.changed = True
         outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self._nodes.own is not None or self._push is not None):
-            watch_outputs(tensors_of(outputs), self._backward.on_output)
+            watch_outputs(tensors_in(outputs), self._backward.on_output)
         return outputs
 
     def _after_backward(self) -> None:
