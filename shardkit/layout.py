@@ -230,14 +230,13 @@ class ShardLayout:
                 Piece(0, (run * self.world_size + rank) * size, rank, run * size, size) for run, rank in each
             ]
         found = []
-        shard_numel = self.shard_numel  # a sum over all items
         for item, (start, numel) in enumerate(zip(self.offsets(), self.numels, strict=True)):
             done = 0
             while done < numel:
                 at = start + done
                 if self.cuts is None:
-                    rank, offset = divmod(at, shard_numel)
-                    left = shard_numel - offset
+                    rank, offset = divmod(at, self.shard_numel)
+                    left = self.shard_numel - offset
                 else:
                     rank = bisect_right(self.cuts, at)
                     offset, left = at - self.part(rank).start, self.cuts[rank] - at

@@ -67,21 +67,3 @@ def test_a_long_wait(rank: int) -> None:
         assert any(
             "WARNING rank 0 has waited" in s and "all_reduce of 3 elements (loss)" in s for s in handler.lines
         )
-
-
-def _cost(items: int) -> int:
-    class Counting(tuple[int, ...]):
-        reads = 0
-
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            Counting.reads += 1
-            return super().__iter__()
-
-    from shardkit.layout import ShardLayout
-
-    ShardLayout(Counting([3] * items), 2).pieces()
-    return Counting.reads
-
-
-def test_a_layouts_pieces_are_linear() -> None:
-    assert _cost(1000) == _cost(10)
