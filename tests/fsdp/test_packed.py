@@ -206,7 +206,8 @@ def _tied() -> Tied:
 
 def _with_others(rank: int, wrap: str, packing: Any, world_size: int, folder: str) -> None:
     """Tied, beside masters on the host, cut unevenly or over replicas; copied, pickled, and through DCP."""
-    options: dict[str, Any] = {"reshard": ReshardPolicy(frozen="packed", packing=packing)}
+    reshard = ReshardPolicy(frozen="packed", packing=packing, sends_changes=packing == "nf4")
+    options: dict[str, Any] = {"reshard": reshard}
     options["offload"] = shardkit.OffloadPolicy(masters=True)
     if world_size == 4 and wrap == "dtensors":
         options["mesh"] = init_device_mesh("cpu", (2, 2))
