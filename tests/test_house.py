@@ -13,10 +13,10 @@ LINES = 66_335  # of all source; to be lowered with each release
 PARTS = {
     "backends": 7_770,
     "compat": 10_185,
-    "shardkit": 2_260,  # the files right there
+    "shardkit": 2_275,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 890,
-    "shardkit/fsdp": 11_055,
+    "shardkit/fsdp": 11_070,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
     "shardkit/model_parallel": 1_610,
@@ -25,10 +25,10 @@ PARTS = {
     "shardkit/oss": 2_960,
     "shardkit/pipeline": 1_550,
     "shardkit/reduction": 1_580,
-    "shardkit/tools": 8_370,
-    "shardkit/torch_seams": 1_250,
+    "shardkit/tools": 8_330,
+    "shardkit/torch_seams": 1_285,
     "shardkit/tracing": 1_670,
-    "shardkit/training": 4_660,
+    "shardkit/training": 4_670,
     "shardkit/wrapping": 880,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

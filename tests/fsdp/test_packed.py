@@ -281,13 +281,17 @@ def _foreign_codes(rank: int) -> None:
         layer = nn.Linear(8, 8)
         bits = torch.arange(256, dtype=torch.uint8).view(dtype)
         layer.codes = Codes(bits.clone(), requires_grad=False)
+        layer.codes.scale = torch.full((2,), 3.0)
         precision = shardkit.PrecisionPolicy(torch.bfloat16)
         if dtype is torch.float32:
             with pytest.raises(ConfigurationError, match="'codes' is a Codes, whose codes are stored as"):
                 fully_shard(layer, precision=precision)
         else:
-            exported = dict(sharding_of(fully_shard(layer, precision=precision)).export())
-            assert torch.equal(exported["codes"].view(torch.uint8), bits.view(torch.uint8))
+            fully_shard(layer, precision=precision)
+            for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                assert torch.equal(each.codes.scale, torch.full((2,), 3.0))
+                exported = dict(sharding_of(each).export())
+                assert torch.equal(exported["codes"].view(torch.uint8), bits.view(torch.uint8))
 
 
 def test_packed_weights_are_loaded_saved_and_not_trained() -> None:
