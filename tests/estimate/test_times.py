@@ -63,6 +63,8 @@ def _copy(number: int, direction: str, nbytes: float) -> Issue:
              _copy(2, "up", 2), Wait(1), _computes(3), Wait(2), _computes(3)],
             Times(5 + 2 + 4 + 2 + 3 + 3, 3 + 2, 6, 0),
         ),
+        # what the host gives the device afterwards comes afterwards
+        ([_copy(0, "down", 2), Wait(0, True), Kernel(0, 4, 4, True), _computes(3)], Times(9, 6, 2, 0)),
         # both directions at a time, and beside a collective
         ([_copy(0, "down", 3), _copy(1, "up", 4), _gather(2, 5), Wait(0), Wait(1), Wait(2)], Times(5, 5, 12, 5)),
     ],
