@@ -18,10 +18,11 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..reduction.changes import Run, difference, mixed_sum
+from ..torch_seams.strided_views import memory_of
 from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
-from .originals import refuse_split
+from .originals import refuse_meta, refuse_split
 from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 
@@ -44,7 +45,7 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and positions."""
+        """Counts the bytes of values and positions."""
         return sum(r.values.nbytes + (0 if r.gaps is None else r.gaps.nbytes) for r in self.runs)
 
     @torch.no_grad()
@@ -153,11 +154,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():
         refuse_split(flat.originals, "export()", "Take state_dict(), whose DTensors have full_tensor()")
-        if flat.param.is_meta:
-            raise ConfigurationError(
-                f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) "
-                "and initialize it first"
-            )
+        refuse_meta(flat)
         if since is not None and (
             flat.is_summoned
             or flat.param.element_size() not in INTEGERS
@@ -181,7 +178,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _named(
     flat: FlatParam, values: Sequence[T], paths: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[str, T]]:
-    """Each original parameter's value under all names that it has in the model; it may be tied."""
+    """Yields each original parameter's value under all names that it has in the model; it may be tied."""
     for original, value in zip(flat.originals, values, strict=False):
         for module, name in original.places:
             for path in paths.get(id(module), ()):
@@ -221,7 +218,7 @@ class _Renaming:
             yield from found.items()
 
     def _as_saved(self, found: Mapping[str, torch.Tensor | Change]) -> Mapping[str, torch.Tensor | Change]:
-        """Under the names, and in the shapes, that ``save_pretrained`` writes."""
+        """Returns it under the names, and in the shapes, that ``save_pretrained`` writes."""
         convert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
         if convert is None or not found:
             return found
@@ -269,8 +266,10 @@ def _changed(
             part = _Part(piece.item, checksum(shard[span], piece.start))
             run = difference(shard[span], None if before is None else before[span], piece.start)
             if run is not None:
-                gaps = None if run.gaps is None else _bytes(run.gaps)
-                part = part._replace(start=run.start, gaps=gaps, values=_bytes(run.values))
+                gaps = None if run.gaps is None else bytearray(memory_of(run.gaps.cpu()))
+                part = part._replace(
+                    start=run.start, gaps=gaps, values=bytearray(memory_of(run.values.cpu()))
+                )
             sent.append(part)
     label = f"what has changed in {flat.label}"
     if on is None:
@@ -288,10 +287,3 @@ def _changed(
         Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
         for original, (runs, total) in zip(flat.originals, found, strict=True)
     ]
-
-
-def _bytes(values: torch.Tensor) -> bytearray:
-    made = bytearray(values.nbytes)
-    if made:
-        torch.frombuffer(made, dtype=torch.uint8).copy_(values.contiguous().view(torch.uint8))
-    return made
