@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_990  # of all source; to be lowered with each release
+LINES = 65_190  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_770,
-    "compat": 10_165,
-    "shardkit": 2_285,  # the files right there
+    "backends": 7_500,
+    "compat": 9_655,
+    "shardkit": 2_315,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 885,
     "shardkit/fsdp": 10_825,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
-    "shardkit/model_parallel": 1_610,
+    "shardkit/model_parallel": 1_550,
     "shardkit/optimizer_state": 1_165,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_945,
-    "shardkit/pipeline": 1_550,
+    "shardkit/pipeline": 1_535,
     "shardkit/reduction": 1_550,
     "shardkit/tools": 8_370,
     "shardkit/torch_seams": 1_305,
