@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-<<<<<<< HEAD
-from collections.abc import Iterable
-=======
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
->>>>>>> main
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist

@@ -94,15 +94,6 @@ class BackwardState:
         watcher: is told where each begins and has ended.
     """
 
-<<<<<<< HEAD
-    __slots__ = (
-        "__weakref__",
-        *("_on_end", "accumulating", "asked", "before", "began", "count", "ended", "is_due", "raised"),
-        *("task", "thread", "unreduced", "watcher"),
-    )
-
-=======
->>>>>>> main
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.before: Sequence[BackwardState] = ()
         self.began = self.ended = self.count = 0

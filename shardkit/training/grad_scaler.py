@@ -17,12 +17,8 @@ from torch.optim import Optimizer
 
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
-<<<<<<< HEAD
-from ..torch_seams.device_mesh import group_of
-from ..torch_seams.tensor_facts import alike
-=======
 from ..torch_seams.dtensors import group_of
->>>>>>> main
+from ..torch_seams.tensor_facts import alike
 from ..tracing.ranges import CLIP
 from ..types import ProcessGroup, StateDict, Tree
 
