@@ -54,11 +54,12 @@ class GatheredParameter(nn.Parameter):
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return nn.Parameter, (self.data.clone(), self.requires_grad)
+        return _with_attributes, (nn.Parameter(self.data.clone(), self.requires_grad), self.__dict__)
 
 
 class ViewOfShard(GatheredParameter):
@@ -415,6 +416,11 @@ def _refuse_gradient(param: torch.Tensor) -> None:
         f"gradients of shards ({group.world_size} ranks). Clip, scale and clear gradients of the FSDP module's "
         "parameters(), not of what it wraps"
     )
+
+
+def _with_attributes(param: nn.Parameter, attributes: StateDict) -> nn.Parameter:
+    param.__dict__.update(attributes)
+    return param
 
 
 def _without_owner(
