@@ -48,7 +48,7 @@ from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .activations import Activations, SavedInCall
-from .construct import announce, name_flats
+from .construct import announce, name_flats, wake
 from .engine import (
     COMPILED_AUTOGRAD,
     NO_THREAD,
@@ -216,6 +216,7 @@ class Entered(NamedTuple):
 @not_compiled
 def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
+    wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
     names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
     for s in states:
