@@ -200,7 +200,8 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     found = Found(state)
     found.below = units_below(state)
     for below in found.below:
-        wake(below)
+        if below.is_asleep:
+            wake(below)
     found.modules = state.own_modules()
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
