@@ -200,7 +200,8 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     found = Found(state)
     found.below = units_below(state)
     for below in found.below:
-        wake(below)
+        if below.is_asleep:
+            wake(below)
     found.modules = state.own_modules()
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
@@ -405,6 +406,7 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
+    _check_codes(found, options.precision.compute)
     if options.reshard.sends_changes:
         _check_changes(found, options.precision.compression)
     check_order(options.reduce, group.world_size, found.modules)
@@ -450,6 +452,18 @@ def _check_copies(options: Options, backend: Backend) -> None:
         raise ConfigurationError(
             "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
         )
+
+
+def _check_codes(found: Found, compute: torch.dtype | None) -> None:
+    """Raises ConfigurationError where codes that are stored as floating-point numbers would be cast."""
+    for name, param in zip(found.names, (o.param for o in found.originals), strict=True):
+        dtype = param.dtype
+        if compute not in (None, dtype) and dtype.is_floating_point and hasattr(param, "quant_state"):
+            raise ConfigurationError(
+                f"{name!r} is a {type(param).__name__}, whose codes are stored as {dtype} (bitsandbytes' "
+                f"quant_storage), and would be cast to {compute} as if they were numbers. Store them in the dtype of "
+                f"computation (bnb_4bit_quant_storage={compute}), or as torch.uint8, which nobody casts"
+            )
 
 
 def _check_changes(found: Found, compression: Compression | None) -> None:
@@ -695,7 +709,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
 def wake(state: ShardingState) -> None:
     """Makes states that were copied, of a unit and of those below it, work: groups, units, memory to gather into.
 
-    Of other states it takes the parameters that were put in place of those that are listed.
+    Of other states it takes the parameters, and the memory, that were put in place of those that are listed.
 
     Raises:
         ConfigurationError: it is a shard of another number of ranks.
@@ -704,6 +718,9 @@ def wake(state: ShardingState) -> None:
         for s in reversed(state.states()):
             if s.is_asleep:
                 _wake(s)
+    for s in state.states():
+        if any(flat.is_behind for flat in s.flats):
+            end_move(s)
 
 
 def _wake(state: ShardingState) -> None:
@@ -840,8 +857,8 @@ def begin_move(state: ShardingState) -> None:
 
 def end_move(state: ShardingState) -> None:
     """After shards were moved, cast, or replaced by other objects."""
-    if state.mates and not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
-        return  # others of these modules follow
+    if not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
+        return  # others of its modules follow
     for flat in state.flats:
         _take_listed(flat)
     if state.flats and state.options.device is None:

@@ -48,7 +48,7 @@ from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .activations import Activations, SavedInCall
-from .construct import announce, name_flats
+from .construct import announce, name_flats, wake
 from .engine import (
     NO_THREAD,
     Engine,
@@ -238,6 +238,7 @@ class Entered(NamedTuple):
 @not_compiled
 def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
+    wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
     names = {id(s.door): path for path, s in named_units(state.door)}
     for s in states:
@@ -397,7 +398,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     if engine.forwards <= 0:
         engine.thread = NO_THREAD
     # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
-    if is_outermost and not engine.is_lazy and not isinstance(error, LifecycleError):
+    if is_outermost and not (engine.is_lazy or engine.is_alone or isinstance(error, LifecycleError)):
         state.group.abort(f"its forward raised {type(error).__name__}: {error}")
 
 
