@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_335  # of all source; to be lowered with each release
+LINES = 65_805  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_770,
     "compat": 10_185,
     "shardkit": 2_260,  # the files right there
-    "shardkit/checkpoint": 7_020,
+    "shardkit/checkpoint": 6_820,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 11_055,
-    "shardkit/integrations": 580,
-    "shardkit/launching": 570,
+    "shardkit/integrations": 545,
+    "shardkit/launching": 550,
     "shardkit/model_parallel": 1_610,
     "shardkit/optimizer_state": 1_165,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_960,
     "shardkit/pipeline": 1_550,
     "shardkit/reduction": 1_580,
-    "shardkit/tools": 8_370,
+    "shardkit/tools": 8_100,
     "shardkit/torch_seams": 1_250,
-    "shardkit/tracing": 1_670,
+    "shardkit/tracing": 1_645,
     "shardkit/training": 4_660,
     "shardkit/wrapping": 880,
 }

@@ -10,10 +10,11 @@ from ...tracing.tables import counted, in_bytes, plain_table
 from ...types import StateDict
 from ..format.folders import TEMPORARY, steps_in
 from ..format.manifest import read_manifest
+from ..format.metadata import dotted
 from .comparing import Comparison, Verified, short, short_dtype
 from .converting import Converted
 from .opening import open_checkpoint
-from .stored import Checkpoint, StoredTensor, at, dotted
+from .stored import Checkpoint, StoredTensor, at
 
 
 def steps(folder: str) -> list[StateDict]:

@@ -19,7 +19,8 @@ from ...types import Tree
 from ..files.archive import LOCAL, Damage, View
 from ..files.loading import Reading, guarded, load, load_data
 from ..files.rebuilding import LOOKING, STORAGES, Storage
-from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, mapped
+from ..format.metadata import dotted
+from .stored import FilePlace, Path, StoredPart, StoredTensor, in_memory, mapped
 
 
 class Contents:
