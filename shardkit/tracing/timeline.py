@@ -204,11 +204,8 @@ def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Sl
             if s.what.ranks and is_collective(s.what.kind):
                 found[s.what, counts[rank, s.what]][rank] = s
                 counts[rank, s.what] += 1
-    complete = [
-        (what, ranks)
-        for (what, _), ranks in found.items()
-        if len(ranks) == len(what.ranks) and len(ranks) > 1
-    ]
+    met = [(what, ranks) for (what, _), ranks in found.items() if len(ranks) > 1]
+    complete = [(what, ranks) for what, ranks in met if len(ranks) == len(what.ranks)]
     return sorted(complete, key=lambda item: min(s.start for s in item[1].values()))
 
 

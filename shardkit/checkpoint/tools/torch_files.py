@@ -131,15 +131,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
             return None
+        kind, count = torch.UntypedStorage, obj.numel * obj.dtype.itemsize
         if obj.dtype in _OLD_STORAGES:
-            return (
-                "storage",
-                getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"),
-                obj.key,
-                "cpu",
-                obj.numel,
-            )
-        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize)
+            kind, count = getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"), obj.numel
+        return ("storage", kind, obj.key, "cpu", count)
 
     def reducer_override(self, obj: Tree) -> Tree:
         if not isinstance(obj, StoredTensor):

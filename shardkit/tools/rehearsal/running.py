@@ -41,7 +41,7 @@ from .ranks import (
     watching,
 )
 from .report import Report
-from .torch_world import SharedStore, leave, torch_worlds
+from .torch_world import SharedStore, torch_worlds
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -162,7 +162,8 @@ class _Rehearsal:
             except EnoughSteps:
                 return None
             finally:
-                leave(rank)
+                if rank.world.get("default_pg") is not None:
+                    dist.destroy_process_group()
                 rank.main = None
 
 

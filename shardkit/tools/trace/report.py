@@ -308,12 +308,8 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
         )
     for name, time in found.others.exposed.items():
         own = time - found.others.late[name]
-        yield Advice(
-            "exposed communication",
-            f"{in_time(own)} a step are waited for {name}, which nothing hides",
-            _OTHER_REMEDY,
-            own,
-        )
+        what = f"{in_time(own)} a step are waited for {name}, which nothing hides"
+        yield Advice("exposed communication", what, _OTHER_REMEDY, own)
 
 
 def _uneven(found: Analysis) -> Iterator[Advice]:
@@ -372,12 +368,8 @@ def _tables(found: Analysis) -> Iterator[Table]:
         rows.append((name, in_bytes(u.nbytes) if u.nbytes else "", *map(_if_any, times)))
     for name, time in found.others.exposed.items():
         rows.append((name, "", "", "", "", "", in_time(time), _if_any(found.others.late[name])))
-    yield (
-        "A step of each unit: work, and what is waited for (mean of ranks and steps)",
-        head,
-        rows,
-        range(1, 8),
-    )
+    title = "A step of each unit: work, and what is waited for (mean of ranks and steps)"
+    yield title, head, rows, range(1, 8)
     head_of_ranks = ("rank", "works", "waits", "of that for late ranks", "works %")
     ranks = []
     for rank, busy in found.busy_us.items():

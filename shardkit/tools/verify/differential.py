@@ -272,11 +272,10 @@ Library = Literal["fairscale", "shardkit"]
 
 def run_on_ranks(experiment: Experiment, library: Library, task: _Task) -> Trace:
     """Returns what the ranks saw, the same on each of them. Needs a process group."""
-    kinds: dict[str, type[_Wholes | _Shards | _FullySharded]] = {
-        "fsdp": _Shards,
-        "fully_shard": _FullySharded,
-    }
-    run = kinds.get(task.strategy, _Wholes)(experiment, library, task.strategy, dict(task.options))
+    kind: type[_Wholes | _Shards | _FullySharded] = _Wholes
+    if task.strategy in ("fsdp", "fully_shard"):
+        kind = _Shards if task.strategy == "fsdp" else _FullySharded
+    run = kind(experiment, library, task.strategy, dict(task.options))
     rank, world, trace = dist.get_rank(), dist.get_world_size(), []
     for step in range(task.steps):
         run.wrapper.zero_grad(set_to_none=True)
@@ -353,10 +352,8 @@ class _Shards:
         """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
         shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
         world_size = dist.get_world_size()
-        grads = {
-            n.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): p.grad
-            for n, p in self.wrapper.named_parameters()
-        }
+        named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in self.wrapper.named_parameters()]
+        grads = {n.replace("_fpw_module.", ""): p.grad for n, p in named}
         for unit in metadata["param_metadata"]:
             for name, info in unit["params"].items():
                 key = ".".join(filter(None, (unit["fsdp_path"], name)))
