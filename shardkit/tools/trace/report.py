@@ -300,12 +300,9 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
         total, (most, name) = sum(time for time, _ in times), max(times)
         nbytes = found.units[name].nbytes
         where = f"{in_time(most)} of it {name}'s" + (f" ({in_bytes(nbytes)})" if nbytes else "")
-        yield Advice(
-            f"exposed {kind}",
-            f"{in_time(total)} a step are waits for {_KINDS.get(kind, kind)}, which nothing hides; {where}",
-            _EXPOSED_REMEDIES.get(kind, _OTHER_REMEDY),
-            total,
-        )
+        what = f"{in_time(total)} a step are waits for {_KINDS.get(kind, kind)}, which nothing hides; {where}"
+        change = _EXPOSED_REMEDIES.get(kind, _OTHER_REMEDY)
+        yield Advice(f"exposed {kind}", what, change, total)
     for name, time in found.others.exposed.items():
         own = time - found.others.late[name]
         what = f"{in_time(own)} a step are waited for {name}, which nothing hides"
@@ -344,12 +341,9 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
 def _loading(found: Analysis) -> Iterator[Advice]:
     time = found.phases.get("data", 0.0)
     if not any(late.place.phase == "data" for late in found.late):
-        yield Advice(
-            "data",
-            f"{in_time(time)} a step all ranks wait for their batches",
-            "give the DataLoader workers (num_workers), and pin_memory for devices",
-            time,
-        )
+        what = f"{in_time(time)} a step all ranks wait for their batches"
+        change = "give the DataLoader workers (num_workers), and pin_memory for devices"
+        yield Advice("data", what, change, time)
 
 
 _OF_UNITS = ("forward", "backward", "recomputation")
