@@ -310,6 +310,7 @@ class _Wholes:
             fairscales = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
             wrapper = ShardedDDP if "reduce" in options else fairscales
             self.wrapper = wrapper(self.module, self.optimizer, **options)
+        self.clip = self.optimizer.clip_grad_norm
 
     def gradients(self) -> Tensors:
         owners, rank = self.optimizer._param_to_rank, dist.get_rank()
@@ -320,9 +321,6 @@ class _Wholes:
         }
         found = {n: g for part in _of_all(mine) for n, g in part.items()}
         return {n: found[n] for n, _ in self.module.named_parameters()}
-
-    def clip(self, norm: float) -> None:
-        self.optimizer.clip_grad_norm(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         parameters = {n: p.detach().clone() for n, p in self.module.named_parameters()}
@@ -347,6 +345,7 @@ class _Shards:
                 experiment.wrap(module, wrapping.wrap)
         self.wrapper: Any = module if isinstance(module, fsdp) else fsdp(module, **options)
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+        self.clip = self.wrapper.clip_grad_norm_
 
     def gradients(self) -> Tensors:
         """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
@@ -363,9 +362,6 @@ class _Shards:
         shards, all_metadata = zip(*_of_all((shard, metadata)), strict=True)
         whole = type(self.wrapper).consolidate_shard_weights(list(shards), list(all_metadata))
         return {n: _plain(whole[n]) for n in self._parameters}
-
-    def clip(self, norm: float) -> None:
-        self.wrapper.clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         state = self.wrapper.state_dict()
@@ -385,6 +381,7 @@ class _FullySharded:
             experiment.wrap(self.wrapper, lambda part, **more: fully_shard(part, **{**options, **more}))
         fully_shard(self.wrapper, **options)
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+        self.clip = sharding_of(self.wrapper).clip_grad_norm_
 
     @torch.no_grad()
     def gradients(self) -> Tensors:
@@ -397,9 +394,6 @@ class _FullySharded:
         for p, value in zip(shards, values, strict=True):
             p.copy_(value)
         return found
-
-    def clip(self, norm: float) -> None:
-        sharding_of(self.wrapper).clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         with sharding_of(self.wrapper).summon_full_params(writeback=False):
