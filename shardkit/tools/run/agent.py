@@ -321,14 +321,12 @@ class Agent(LocalElasticAgent):
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
         """Asks ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
+        living = self._living()
         for rank in ranks:
-            if (
-                STACKS_SIGNAL
-                and self._logs.files(rank).with_suffix(".stacks").exists()
-                and rank in self._living()
-            ):
+            has_begun = self._logs.files(rank).with_suffix(".stacks").exists()
+            if STACKS_SIGNAL and has_begun and rank in living:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._living()[rank], STACKS_SIGNAL)
+                    os.kill(living[rank], STACKS_SIGNAL)
 
     def _publish_elsewhere(self, cause: FailureNotice) -> None:
         note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
