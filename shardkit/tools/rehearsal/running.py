@@ -297,8 +297,7 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
                 f"--ranks {nprocs}, or let the script spawn as many"
             )
         fn(rank.number, *args)
-        return SimpleNamespace(
-            join=lambda *args, **kwargs: True
-        )  # as with join=False: processes that have ended
+        # as with join=False: processes that have ended
+        return SimpleNamespace(join=lambda *args, **kwargs: True)
 
     return spawn
