@@ -138,7 +138,7 @@ class OriginalParameter:
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
         store: of a kind of its own, where it has one.
         is_apart: its values are in no shard.
-        listed_as: the class of what modules list of it, where that is no DTensor.
+        listed_as: whose methods what modules list of it has, too.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
         dim: along which it is cut.
@@ -147,7 +147,7 @@ class OriginalParameter:
     beside = ""
     store: type[Store] | None = None
     is_apart = False
-    listed_as: type[nn.Parameter] = nn.Parameter
+    listed_as: type | None = None
     mesh: DeviceMesh | None = None
     is_lazy = False
     dim = 0

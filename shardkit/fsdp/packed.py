@@ -124,17 +124,19 @@ class Packed(Stored):
             )
 
 
-class PackedRows(nn.Parameter):
-    """A rank's rows of a packed weight, as modules list them."""
+class ListedBytes:
+    """A rank's part of packed weights, as modules list it."""
 
-    def requires_grad_(self, requires_grad: bool = True) -> PackedRows:
+    __slots__ = ()
+
+    def requires_grad_(self, requires_grad: bool = True) -> ListedBytes:
         """Refuses: see :meth:`PackedWeight.refuse_training`."""
-        listing = listing_of(self)
+        listing = listing_of(self)  # type: ignore[arg-type]
         if requires_grad and listing is not None:
             listing.originals[0].refuse_training(listing.names[0])
         return self
 
-    requires_grad = property(lambda _: False, requires_grad_)  # type: ignore[assignment, arg-type]
+    requires_grad = property(lambda _: False, requires_grad_)  # type: ignore[arg-type]
 
 
 class PackedWeight(OriginalParameter):
@@ -145,7 +147,7 @@ class PackedWeight(OriginalParameter):
         dtype: of the parameter.
     """
 
-    store, listed_as = Packed, PackedRows
+    store, listed_as = Packed, ListedBytes
 
     def __init__(self, param: nn.Parameter, place: Place, home: int, packing: str) -> None:
         super().__init__(param, place, home)

@@ -20,6 +20,7 @@ attribute is the original parameter only while that has values, and the DTensor 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +39,14 @@ from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..reduction.shard_gradients import ShardGradient, mark_dtensor
-from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of
+from ..torch_seams.dtensors import (
+    as_parameter,
+    at_offset_0,
+    dtensor_of,
+    is_dtensor,
+    local_of,
+    of_dtensors,
+)
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.tensor_facts import as_plain
 from ..types import StateDict
@@ -62,8 +70,18 @@ def note_registered(listings: Sequence[Registered]) -> None:
     for listing in listings:
         if type(listing.param) is FlatParameter:
             listing.param.__class__ = ShardedFlatParameter
+        kind = listing.originals[0].listed_as
+        if kind is not None and not isinstance(listing.param, kind):
+            listing.param.__class__ = _class_of(kind, type(listing.param))  # type: ignore[assignment]
     note_listings(listings)
     check_asked_gradients(_refuse_shards)
+
+
+@functools.cache
+def _class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
+    if not issubclass(listed, nn.Parameter):
+        return of_dtensors(kind, listed)
+    return type(kind.__name__, (kind, listed), {})
 
 
 @contextlib.contextmanager
@@ -117,7 +135,7 @@ class RegisteredShard:
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
-            original.listed_as(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
+            nn.Parameter(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
         )
         for module, name in self.places:  # where the original parameter was; that is an attribute from now on
             module._parameters[name] = self.param

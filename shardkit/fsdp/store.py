@@ -49,6 +49,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
 from ..layout import ShardLayout
+from ..reduction.changes import ChangedParts
 from ..reduction.compression import CompressedGather
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
@@ -374,7 +375,10 @@ class Stored(Store):
         self.arrives_in: Joined | None = None
         blocks = flat.blocks
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
-        if self._mesh is None and blocks is None and self._group.world_size > 1:
+        self._received: torch.Tensor | None = None  # [W, S], where only changes are sent
+        self._changed: ChangedParts | None = None
+        self._sends_changes = flat.sends_changes and self._group.world_size > 1
+        if self._mesh is None and blocks is None and self._group.world_size > 1 and not self._sends_changes:
             self.joins = self._channel, self._dtype, self._device
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
 
@@ -412,6 +416,9 @@ class Stored(Store):
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
             self.in_flight = work, full
             return
+        if self._sends_changes:
+            self._start_changes()
+            return
         if self._unpacking is not None and self._compressed is None:
             self.joined(self).start()
             return
@@ -432,6 +439,22 @@ class Stored(Store):
                 gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
+
+    @torch.no_grad()
+    def _start_changes(self) -> None:
+        """Sends what has changed since the last gathering, to memory that stays."""
+        flat, received = self._flat, self._received
+        if received is None or self._changed is None:
+            with torch.inference_mode(False):  # made when first needed, as joined messages are
+                received = torch.zeros(self._layout.padded_numel, dtype=self._dtype, device=self._device)
+            self._received = received
+            sizes = [self._layout.shard_numel] * self._group.world_size
+            self._changed = ChangedParts(self._channel, received, sizes)
+        own = own_part(received, self._group)
+        own.copy_(self.sent())
+        if flat.on_gather is not None:
+            flat.on_gather(received, own)
+        self.in_flight = self._changed.send(flat.label), received.view(self._group.world_size, -1)
 
     def joined(self, *stores: Stored) -> Joined:
         """Returns the message of these stores, of which this one is the first; made once."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..errors import ConfigurationError
-from ..types import ProcessGroup, Tree
+from ..types import AnyCallable, Args, Kwargs, Memo, ProcessGroup, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
@@ -216,6 +218,37 @@ def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     """Returns a DTensor that nothing else has, as a parameter; ``nn.Parameter`` would make another one."""
     value.requires_grad_(requires_grad)._is_param = True
     return cast("nn.Parameter", value)
+
+
+@functools.cache
+def of_dtensors(kind: type, dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Makes a class of DTensors that have the methods of another class, too; copies are plain DTensors."""
+
+    def as_plain(each: Sequence[torch.Tensor], call: Callable[[], Tree]) -> Tree:
+        for t in each:
+            t.__class__ = dtensor
+        try:
+            return call()
+        finally:
+            for t in each:
+                t.__class__ = made
+
+    def dispatch(
+        cls: type, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        """Lets torch see plain DTensors: what it returns for a view has to have the class of what it is given."""
+        given: list[Tree] = [t for t in tree_leaves((args, kwargs)) if type(t) is made]
+        return as_plain(given, lambda: dtensor.__torch_dispatch__(func, types, args, kwargs or {}))
+
+    def copied(self: torch.Tensor, memo: Memo) -> Tree:
+        return as_plain([self], lambda: dtensor.__deepcopy__(self, memo))  # type: ignore[arg-type]
+
+    def reduced(self: torch.Tensor, protocol: SupportsIndex) -> Tree:
+        return as_plain([self], lambda: dtensor.__reduce_ex__(self, protocol))
+
+    methods = {"__torch_dispatch__": classmethod(dispatch), "__deepcopy__": copied, "__reduce_ex__": reduced}
+    made = type(kind.__name__, (kind, dtensor), methods)
+    return made
 
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
