@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_805  # of all source; to be lowered with each release
+LINES = 65_635  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_770,
     "compat": 10_185,
     "shardkit": 2_260,  # the files right there
-    "shardkit/checkpoint": 6_820,
+    "shardkit/checkpoint": 6_780,
     "shardkit/flattening": 890,
     "shardkit/fsdp": 11_055,
-    "shardkit/integrations": 545,
+    "shardkit/integrations": 530,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_610,
     "shardkit/optimizer_state": 1_165,
@@ -25,9 +25,9 @@ PARTS = {
     "shardkit/oss": 2_960,
     "shardkit/pipeline": 1_550,
     "shardkit/reduction": 1_580,
-    "shardkit/tools": 8_100,
+    "shardkit/tools": 8_005,
     "shardkit/torch_seams": 1_250,
-    "shardkit/tracing": 1_645,
+    "shardkit/tracing": 1_635,
     "shardkit/training": 4_660,
     "shardkit/wrapping": 880,
 }
