@@ -24,7 +24,7 @@ from .optimizer_check import first_steps
 
 @contextlib.contextmanager
 def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, ``backward()`` is the optimizer's ``step()`` and ``zero_grad()``, too (collective).
+    """Makes ``backward()`` inside the optimizer's ``step()`` and ``zero_grad()``, too (collective).
 
     ::
 
@@ -118,7 +118,7 @@ class _StepsByUnit:
                 landing.then = partial(self._step, flat)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Gradients are the program's again."""
+        """Gives gradients back to the program."""
         first_steps.by_unit.discard(optimizer)
         for flat in self._parts:
             if (landing := flat.store.landing) is not None:
@@ -168,7 +168,7 @@ _scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled 
 
 
 def notice_scaling() -> None:
-    """From now on it is known whether a gradient scaler has scaled a loss."""
+    """Notes from now on whether a gradient scaler has scaled a loss."""
     if not hasattr(GradScaler.scale, "__wrapped__"):
         scale, update = GradScaler.scale, GradScaler.update
         GradScaler.scale, GradScaler.update = _noted(scale, True), _noted(update, False)  # type: ignore[method-assign]
