@@ -15,7 +15,17 @@ from typing import NamedTuple
 from tests.deliberate_faults.fault import CORE, XLA, Fault, NotAFaultError
 from tests.deliberate_faults.places import ROOT, node_id, place
 
-COPIED = ("shardkit", "backends", "compat", "tests", "examples", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "shardkit",
+    "backends",
+    "compat",
+    "tests",
+    "examples",
+    "docs",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
 PYTHON = {CORE: ROOT / ".venv/bin/python", XLA: ROOT / ".venv-xla/bin/python"}
 SECONDS = 400  # for the tests of one fault; each has a minute for itself
 
