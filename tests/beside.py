@@ -57,6 +57,7 @@ def assert_same(
 def steps_beside(
     rank: int, world_size: int, model: Any, plain: Any, loss: Loss,
     optimizers: Sequence[Optimizer] | None = None, steps: Iterable[int] = range(3),
+    before_step: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
     """Steps of a rank's model on its own loss, and of one process on the mean of all ranks' losses."""
     optimizers = optimizers or [SGD(m.parameters()) for m in (model, plain)]
@@ -65,6 +66,7 @@ def steps_beside(
             optimizer.zero_grad()
         loss(model, rank, step).backward()
         torch.stack([loss(plain, r, step) for r in range(world_size)]).mean().backward()
+        before_step()
         for optimizer in optimizers:
             optimizer.step()
 

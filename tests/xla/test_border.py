@@ -23,7 +23,7 @@ from shardkit import (
 )
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.beside import assert_same
+from tests.beside import assert_same, steps_beside
 from tests.border.strategies import batch, make_model, wrapped
 from tests.pools import on_ranks
 
@@ -147,15 +147,13 @@ def test_doors_in_one_program(rank: int, world_size: int, first: int) -> None:
         else:
             model[place] = FSDP(layer) if door == "fsdp" else fully_shard(layer)
             optimizers.append(torch.optim.SGD(model[place].parameters(), lr=0.1))
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        x = batch(r, step)
+        return (m(x if m is plain else x.to(backend.device())) - 1).square().mean()
+
     for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (model(batch(rank, step).to(backend.device())) - 1).square().mean().backward()
-        torch.stack(
-            [(plain(batch(r, step)) - 1).square().mean() for r in range(world_size)]
-        ).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        steps_beside(rank, world_size, model, plain, loss, optimizers, [step])
         backend.mark_step()
         for place in places:
             assert_same(model[place], plain[place], f"step {step}, layer {place}", rtol=1e-4, atol=1e-5)
