@@ -50,11 +50,10 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.01)
     wrapped = ShardedDataParallel(model, optimizer)
     backend.mark_step(wait=True)
-    losses, compiles, seen = [], [], {}
+    compiles, seen = [], {}
     for step in range(7):
         optimizer.zero_grad()
-        loss = mean_square(wrapped, rank, step)
-        loss.backward()
+        mean_square(wrapped, rank, step).backward()
         optimizer.step()
         if step == 6:  # asking for the program is work of its own: after the last count
             seen = dict(metrics.collectives([*model.parameters(), *(s.own for s in optimizer.segments())]))
@@ -63,32 +62,11 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
         backend.group().barrier()
         compiles.append(metrics.compiles())
         backend.group().barrier()
-        losses.append(loss.detach())
-    return {"losses": [x.item() for x in losses], "compiles": compiles, "collectives": seen}
+    return {"compiles": compiles, "collectives": seen}
 
 
-def _gloo_losses(rank: int) -> list[float]:
-    from shardkit.nn.data_parallel import ShardedDataParallel
-    from shardkit.optim.oss import OSS
-
-    model = build(mlp)
-    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.01)
-    wrapped = ShardedDataParallel(model, optimizer)
-    losses = []
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = mean_square(wrapped, rank, step)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_four_replicas_compile_once_and_equal_gloo() -> None:
-    replicas = rank_pool(4, "xla").run(_count, 4)
-    gloo = rank_pool(4, "gloo").run(_gloo_losses)
-    for replica, losses in zip(replicas, gloo, strict=True):
-        assert replica["losses"] == pytest.approx(losses, rel=1e-6)
+def test_four_replicas_compile_once() -> None:
+    for replica in rank_pool(4, "xla").run(_count, 4):
         compiles = replica["compiles"]
         # the first step makes optimizer state, the second is the steady state
         assert compiles[-1] == compiles[1], f"compiles after each step: {compiles}"
