@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.originals import refuse_split
+from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import name_at
 from ..layout import Piece
@@ -58,11 +58,7 @@ class ModelState:
 
     def _add(self, state: ShardingState) -> None:
         for flat in state.flats:
-            if flat.param.is_meta:
-                raise ConfigurationError(
-                    f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call "
-                    "to_empty(device=...) first"
-                )
+            refuse_meta(flat)
             refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
             if flat.is_summoned:
                 raise LifecycleError(
@@ -88,7 +84,7 @@ class ModelState:
         return self._here[id(flat)].get(number)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
-        """(name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
+        """Yields (name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
         for name, param in written_parameters(self.module):
             flat, number = place_of(param)
             yield name, param, flat, number
@@ -135,7 +131,7 @@ class ModelState:
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:
-        """Values were written into the leaves; these are those that are no tensors."""
+        """Takes what is no tensor, after values were written into the leaves."""
         for state in self.states:
             for flat in state.flats:
                 flat.drop()  # what is gathered is of before

@@ -38,7 +38,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
 from ..layout import ShardLayout, in_runs
-from ..policy import OffloadPolicy, ReducePolicy
+from ..policy import Compression, OffloadPolicy, ReducePolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
@@ -64,6 +64,7 @@ from .originals import (
 from .packed import PackedWeight, is_packable
 from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
 from .state import Options, ShardingState, forget_state, owners_of, units_below
+from .store import Stored
 from .submodule_api import answer_for, note_taken, refuse_state_dicts
 
 if TYPE_CHECKING:
@@ -404,6 +405,8 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
+    if options.reshard.sends_changes:
+        _check_changes(found, options.precision.compression)
     check_order(options.reduce, group.world_size, found.modules)
     if state.replicas is not None and state.replicas.world_size > 1:
         refuse_replicas(options.reduce, group, state.replicas)
@@ -446,6 +449,18 @@ def _check_copies(options: Options, backend: Backend) -> None:
     if options.precision.compression is not None or options.reduce.compression is not None:
         raise ConfigurationError(
             "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
+        )
+
+
+def _check_changes(found: Found, compression: Compression | None) -> None:
+    """Raises ConfigurationError where what has changed since the last gathering can't be told."""
+    of_their_own = [
+        o.param for o in found.originals if o.store is not None and not issubclass(o.store, Stored)
+    ]
+    if compression is not None or of_their_own or not found.state.group.backend.has_storage:
+        raise ConfigurationError(
+            "sends_changes=True with compression of parameters, with classes that have an all-gather of their own, or "
+            "on a backend where a compiler decides what is kept (XLA): leave one of them out"
         )
 
 
@@ -615,7 +630,7 @@ def _listed(
     flat = FlatParam(
         originals, [found.names[k] for k in part], param, places, layout, group,
         options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
-        Mirrored if options.offload.masters else None,
+        Mirrored if options.offload.masters else None, options.reshard.sends_changes,
     )  # fmt: skip
     if not places:
         flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))

@@ -58,6 +58,7 @@ class FlatParam:
         post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
         compression: of what is gathered.
         offloaded: the store where the shard is on the host; None for that of the device's shards.
+        sends_changes: of what ranks have received before, only what has changed since is gathered.
 
     Attributes:
         shards: what modules list for the original parameters; None where ``param`` is listed.
@@ -91,7 +92,7 @@ class FlatParam:
         self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
         places: Sequence[Place], layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
-        compression: Compression | None = None, offloaded: type[Store] | None = None,
+        compression: Compression | None = None, offloaded: type[Store] | None = None, sends_changes: bool = False,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(names)
@@ -115,7 +116,7 @@ class FlatParam:
         self.chosen_dtype = compute_dtype
         self._compute_device = compute_device
         self._compression = compression
-        self.offloaded = offloaded
+        self.offloaded, self.sends_changes = offloaded, sends_changes
         self._settle(None)
         check_first_steps()
 
