@@ -200,7 +200,8 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     found = Found(state)
     found.below = units_below(state)
     for below in found.below:
-        wake(below)
+        if below.is_asleep:
+            wake(below)
     found.modules = state.own_modules()
     ignored = {id(p) for p in state.ignored.parameters}
     by_param: dict[int, int] = {}
@@ -695,7 +696,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
 def wake(state: ShardingState) -> None:
     """Makes states that were copied, of a unit and of those below it, work: groups, units, memory to gather into.
 
-    Of other states it takes the parameters that were put in place of those that are listed.
+    Of other states it takes the parameters, and the memory, that were put in place of those that are listed.
 
     Raises:
         ConfigurationError: it is a shard of another number of ranks.
@@ -704,6 +705,9 @@ def wake(state: ShardingState) -> None:
         for s in reversed(state.states()):
             if s.is_asleep:
                 _wake(s)
+    for s in state.states():
+        if any(flat.is_behind for flat in s.flats):
+            end_move(s)
 
 
 def _wake(state: ShardingState) -> None:
@@ -840,8 +844,8 @@ def begin_move(state: ShardingState) -> None:
 
 def end_move(state: ShardingState) -> None:
     """After shards were moved, cast, or replaced by other objects."""
-    if state.mates and not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
-        return  # others of these modules follow
+    if not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
+        return  # others of its modules follow
     for flat in state.flats:
         _take_listed(flat)
     if state.flats and state.options.device is None:
