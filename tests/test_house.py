@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_945,
     "shardkit/pipeline": 1_535,
-    "shardkit/reduction": 1_550,
+    "shardkit/reduction": 1_560,
     "shardkit/tools": 8_370,
     "shardkit/torch_seams": 1_305,
     "shardkit/tracing": 1_670,

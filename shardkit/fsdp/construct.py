@@ -406,6 +406,7 @@ def _check(found: Found) -> DeviceMesh | None:
     check_compressible(
         options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
     )
+    _check_codes(found, options.precision.compute)
     if options.reshard.sends_changes:
         _check_changes(found, options.precision.compression)
     check_order(options.reduce, group.world_size, found.modules)
@@ -451,6 +452,18 @@ def _check_copies(options: Options, backend: Backend) -> None:
         raise ConfigurationError(
             "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
         )
+
+
+def _check_codes(found: Found, compute: torch.dtype | None) -> None:
+    """Raises ConfigurationError where codes that are stored as floating-point numbers would be cast."""
+    for name, param in zip(found.names, (o.param for o in found.originals), strict=True):
+        dtype = param.dtype
+        if compute not in (None, dtype) and dtype.is_floating_point and hasattr(param, "quant_state"):
+            raise ConfigurationError(
+                f"{name!r} is a {type(param).__name__}, whose codes are stored as {dtype} (bitsandbytes' "
+                f"quant_storage), and would be cast to {compute} as if they were numbers. Store them in the dtype of "
+                f"computation (bnb_4bit_quant_storage={compute}), or as torch.uint8, which nobody casts"
+            )
 
 
 def _check_changes(found: Found, compression: Compression | None) -> None:
