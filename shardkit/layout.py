@@ -6,12 +6,13 @@ Legend: W world size, P numel of all parameters, N numel of a flat buffer, S num
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -163,6 +164,8 @@ class ShardLayout:
     copies: bool = False
     runs: int = 1
 
+    is_packed: ClassVar[bool] = False
+
     @functools.cached_property
     def numel(self) -> int:
         """N: up to the end of the last item, without the padding after it."""
@@ -208,6 +211,23 @@ class ShardLayout:
         if self.starts is not None:
             return list(self.starts)
         return list(accumulate(self.numels, initial=0))[:-1]
+
+    @functools.cached_property
+    def parts(self) -> tuple[list[int], list[int]]:
+        """Cuts it up to the end of the last item into items and what is between them.
+
+        Returns:
+            The numel of each of these parts, and which of them each item is.
+        """
+        if self.starts is None:
+            return list(self.numels), list(range(len(self.numels)))
+        sizes, numbers, end = list[int](), [0] * len(self.numels), 0
+        for start, numel, item in sorted(zip(self.starts, self.numels, itertools.count(), strict=False)):
+            if start > end:
+                sizes.append(start - end)
+            numbers[item], end = len(sizes), start + numel
+            sizes.append(numel)
+        return sizes, numbers
 
     def described(self) -> list[object]:
         """Describes it as data to compare: the numels; if items don't lie end to end, (start, numel) of each."""
@@ -260,7 +280,7 @@ class ShardLayout:
             ]
         if self.grains is None:
             return [Listed(self, 0, (self.shard_numel,))]
-        return _listed_rows(self, tuple([tuple(shape) for shape in shapes]), rank)
+        return _listed_rows(self, tuple(map(tuple, shapes)), rank)
 
 
 @dataclass(frozen=True)
@@ -275,6 +295,8 @@ class PackedLayout(ShardLayout):
     """
 
     each: tuple[ShardLayout, ...] = ()
+
+    is_packed: ClassVar[bool] = True
 
     @functools.cached_property
     def shard_numel(self) -> int:

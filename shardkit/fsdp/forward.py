@@ -220,7 +220,7 @@ def become_root(state: ShardingState) -> Engine:
     names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
     for s in states:
         s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
-        name_flats(s, s.unit.name or "the root")
+    name_flats({s: s.unit.name or "the root" for s in states})
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
     training_begins(state.group)

@@ -10,6 +10,7 @@ they are in the optimizer's step, as in a plain process (see ``optimizer_check.p
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ from .flat_values import rank_by_rank
 from .originals import SplitParameter, as_tensors
 from .registered import Registered, add_gradient
 
-_grad_of = attrgetter("param.grad")
+_grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
+_shape_of = attrgetter("shape")
 
 
 # Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
@@ -45,6 +47,31 @@ def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
     """Returns the dtype in which gradients are packed."""
     own = flat.compute_dtype
     return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
+
+
+@functools.lru_cache(maxsize=256)  # a model has many units of the same shapes
+def _form_for(
+    layout: ShardLayout,
+    trainable: tuple[bool, ...],
+    are_listed: bool,
+    itemsize: int | None,
+    block: int | None,
+) -> tuple[PackedForm, list[int]]:
+    """Returns where gradients and flags lie, and numbers of gradients whose flags all ranks get.
+
+    Args:
+        are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
+        itemsize: of the memory that is written to, if it is.
+        block: of so many numbers, in which they travel.
+    """
+    step = 1 if itemsize is None else alignment(itemsize)
+    size = layout.shard_numel
+    if block is not None:  # flags are in blocks of their own
+        step = block
+        size = rounded_up(size, step)
+    pieces = [p for p in layout.pieces() if trainable[p.item]]
+    flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
+    return PackedForm(pieces, [size] * layout.world_size, even=True, step=step, flagged=flagged), flagged
 
 
 class GradientPack(ABC):
@@ -73,7 +100,7 @@ class GradientPack(ABC):
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
         # K of [Note: fixed order], 0 without one
-        self._microbatches = microbatches(reduce, group.world_size)
+        self._microbatches = 0 if reduce.order is None else microbatches(reduce, group.world_size)
         if self._microbatches:
             divisors = 1.0, 1.0
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
@@ -88,22 +115,18 @@ class GradientPack(ABC):
         # at a shard on the host: who had it, where it comes to, whether all had
         self._arriving: list[tuple[list[bool], tuple[torch.Tensor, Copy], bool]] = []
         with as_tensors():
-            self.trainable = [m.param.requires_grad for m in flat.originals]
-        self._split = [(k, m) for k, m in enumerate(flat.originals) if isinstance(m, SplitParameter)]
+            self.trainable = list(map(_requires_grad, flat.originals))
+        self._split: list[tuple[int, SplitParameter]] = []
+        for k, m in enumerate(flat.originals):
+            if isinstance(m, SplitParameter):
+                self._split.append((k, m))
         self._in_runs: list[tuple[int, ShardLayout]] = []
         if flat.layout.runs > 1:
             self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
-        pieces = [p for p in flat.layout.pieces() if self.trainable[p.item]]
-        step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
-        size = self._size = flat.layout.shard_numel
-        self._in_blocks = blocks is not None
-        if blocks is not None:  # flags are in blocks of their own
-            step = blocks.numel
-            size = rounded_up(size, step)
-        # where each is listed by itself, all ranks have to know which ones have a gradient, not only those with a part
-        self._flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
-        self._form = PackedForm(
-            pieces, [size] * group.world_size, even=True, step=step, flagged=self._flagged
+        self._size, self._in_blocks = flat.layout.shard_numel, blocks is not None
+        itemsize = self._dtype.itemsize if group.backend.has_storage else None
+        self._form, self._flagged = _form_for(
+            flat.layout, tuple(self.trainable), flat.shards is not None, itemsize, blocks and blocks.numel
         )
         self.part_numel = self._form.sizes[group.rank]
         self._here = self._form.items[group.rank]
@@ -300,7 +323,7 @@ class StoredPack(GradientPack):
     def _lay_out(self) -> None:
         flat = self._flat
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
-        shapes = [m.shape for m in flat.originals]
+        shapes = list(map(_shape_of, flat.originals))
         self._pack = WrittenPack(self._form, self._packed, shapes, in_blocks=self._in_blocks)
         self._group.backend.release_storage(self._packed)
 
@@ -535,6 +558,7 @@ def pack_for(
     return pack
 
 
+@functools.cache
 def predivide_factor(world_size: int) -> int:
     """Returns the power of two next to the root of the world size that divides it (fairscale's choice)."""
     factor = 1

@@ -49,7 +49,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
 from ..layout import ShardLayout
-from ..reduction.compression import CompressedGather
+from ..reduction.compression import CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
@@ -97,12 +97,6 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 _version_of = attrgetter("param._version")
 
 
-def is_whole(flat: FlatParam) -> bool:
-    """Whether this rank's shard has all values, as they are computed with."""
-    p = flat.param
-    return flat.group.world_size == 1 and p.dtype == flat.compute_dtype and p.device == flat.compute_device
-
-
 class Store(ABC):
     """Keeps the values of one flat parameter, and shows them to its original parameters.
 
@@ -135,7 +129,7 @@ class Store(ABC):
         self._channel = flat.group.channel("parameters")
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
-        self.is_whole = is_whole(flat)
+        self.is_whole = flat.is_whole
         self.state: State = RELEASED
         self.memory = 0
         self.summoned: torch.Tensor | None = None
@@ -372,7 +366,9 @@ class Stored(Store):
         self._shard: torch.Tensor | None = None  # what is sent: the shard's memory, [S]
         self._joined: dict[tuple[Stored, ...], Joined] = {}  # messages that begin with this one
         self.arrives_in: Joined | None = None
-        blocks = flat.blocks
+        blocks = None
+        if flat.compression is not None and self._group.world_size > 1:
+            blocks = format_for(flat.compression, self._layout.shard_numel, self._dtype)
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
         if self._mesh is None and blocks is None and self._group.world_size > 1:
             self.joins = self._channel, self._dtype, self._device
@@ -382,7 +378,7 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        is_packed = self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1)
+        is_packed = self._group.world_size > 1 and (self._layout.is_packed or self._layout.runs > 1)
         self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
@@ -392,11 +388,14 @@ class Stored(Store):
         return self._full
 
     def attach(self) -> None:
-        self.summoned = None
-        self._backend.take_storage(self._full)
+        self.summoned, self.users = None, 0
+        if not self._full.untyped_storage().nbytes():  # it is not new
+            self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self._give_back()
+        self._conceal()
+        self._backend.release_storage(self._full)
+        self.state = RELEASED if self._kept is None else KEPT
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
@@ -742,18 +741,14 @@ class Deferred(Store):
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:
     """Returns the store for where the shard is now; ``before``, the last one, if it can serve on."""
-    kind = _kind_for(flat)
-    return before if type(before) is kind and before.fits() else kind(flat)
-
-
-def _kind_for(flat: FlatParam) -> type[Store]:
     backend = flat.group.backend
+    kind: type[Store] = Stored if backend.has_storage else Lazy
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
-        return Deferred
-    if flat.originals[0].store is not None:
-        return flat.originals[0].store
-    if is_whole(flat):
-        return Whole
-    if flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
-        return flat.offloaded
-    return Stored if backend.has_storage else Lazy
+        kind = Deferred
+    elif flat.originals[0].store is not None:
+        kind = flat.originals[0].store
+    elif flat.is_whole:
+        kind = Whole
+    elif flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
+        kind = flat.offloaded
+    return before if type(before) is kind and before.fits() else kind(flat)
