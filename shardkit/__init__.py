@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .compat import redirected
 from .version import __version_tuple__
 
-if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.py compares them
+if TYPE_CHECKING:  # the same names as in the tables below; tests/test_packaging.py compares them
     from .training.adascale import AdaScale as AdaScale
     from .checkpoint.files.loading import (
         load as load,
@@ -79,36 +79,46 @@ if TYPE_CHECKING:  # the same names as in the table below; tests/test_packaging.
 
 __version__ = ".".join(map(str, __version_tuple__))
 
-_HOMES = {
-    "training.adascale": "AdaScale",
-    "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
-    "checkpoint.format.folders": "latest",
-    "checkpoint.restoring": "Restored restore restore_training",
-    "checkpoint.saving": "save save_training",
-    "training.data": "GlobalBatchSampler ResumableLoader microbatch",
-    "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
-    "OutOfStepError RankFailedError RankLostError RankMismatchError ShardkitError UntrustedFileError",
-    "training.evaluation": "gather gather_tensors EvaluationSampler in_step mean_loss",
-    "fsdp": "FSDP Change SentWeights fully_shard hybrid_groups register_fsdp_forward_method sharding_of "
-    "step_in_backward",
-    "training.grad_scaler": "GradScaler ShardedGradScaler",
+# What a training script needs, by home: dir() and ``*`` have these.
+_LISTED = {
+    "checkpoint.restoring": "restore_training",
+    "checkpoint.saving": "save_training",
+    "errors": "ShardkitError",
+    "fsdp": "FSDP SentWeights fully_shard sharding_of step_in_backward",
     "launching": "launch",
-    "optimizers.elementwise": "declare_elementwise",
-    "oss.optimizer": "OSS",
-    "training.out_of_memory": "SkipOutOfMemory",
-    "policy": "Compression OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "launching.stopping": "stop_requested",
+    "oss.optimizer": "OSS",
     "oss.sharded_ddp": "ShardedDDP",
+    "policy": "OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
     "tools.summaries": "summary",
     "tracing.metrics": "Metrics",
-    "tracing.ranges": "span",
     "tracing.tracer": "trace",
-    "training.whole_parameters.optimizer": "WholeParameters",
+    "training.data": "ResumableLoader microbatch",
+    "training.evaluation": "mean_loss",
+    "training.grad_scaler": "GradScaler ShardedGradScaler",
+    "training.out_of_memory": "SkipOutOfMemory",
     "training.uneven": "uneven",
+    "training.whole_parameters.optimizer": "WholeParameters",
     "wrapping.context": "auto_wrap enable_wrap wrap",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-__all__ = sorted(_HOME_OF)
+# What can be imported from here as well.
+_UNLISTED = {
+    "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
+    "checkpoint.format.folders": "latest",
+    "checkpoint.restoring": "Restored restore",
+    "checkpoint.saving": "save",
+    "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
+    "OutOfStepError RankFailedError RankLostError RankMismatchError UntrustedFileError",
+    "fsdp": "Change hybrid_groups register_fsdp_forward_method",
+    "optimizers.elementwise": "declare_elementwise",
+    "policy": "Compression",
+    "tracing.ranges": "span",
+    "training.adascale": "AdaScale",
+    "training.data": "GlobalBatchSampler",
+    "training.evaluation": "EvaluationSampler gather gather_tensors in_step",
+}
+_HOME_OF = {n: home for homes in (_LISTED, _UNLISTED) for home, names in homes.items() for n in names.split()}
+__all__ = sorted(name for names in _LISTED.values() for name in names.split())
 
 redirected.serve()
 

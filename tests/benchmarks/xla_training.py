@@ -4,8 +4,9 @@
 
 The same replicas train all of them by turns, with the collectives of a TPU. Printed are the medians over rounds, with
 95 % intervals, of what each takes of native training's CPU time (of all replicas, the runtime's threads included) while
-Python records a step ("tracing"), while the compiled program runs ("execution"), and in both. Beside that, what is the
-same in every run: programs compiled, collectives in a step's program, Python calls and recorded operations.
+Python records a step ("tracing"), while the compiled program runs ("execution"), and in both. Then images per second of
+single steps, in the columns of PyTorch/XLA's guide to DDP, and what is lost to native training. Beside that, what is
+the same in every run: programs compiled, collectives in a step's program, Python calls and recorded operations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,42 @@ def train(rank: int, task_name: str, names: tuple[str, ...], rounds: int, steps:
     return {"facts": facts, "times": times}
 
 
-def report(task_name: str, result: dict[str, Any]) -> None:
+def rates_of(walls: Sequence[float], images: int) -> dict[str, float]:
+    """The guide's columns, of the images per second of each step.
+
+    Args:
+        walls: seconds of the steps.
+        images: of a step, over all ranks.
+    """
+    rates = sorted(images / wall for wall in walls)
+    mean, spread = statistics.mean(rates), statistics.stdev(rates)
+    return {
+        "Mean": mean,
+        "Median": statistics.median(rates),
+        "90th %": rates[min(len(rates) - 1, round(0.9 * (len(rates) - 1)))],
+        "Std Dev": spread,
+        "CV": spread / mean,
+    }
+
+
+def rates(task_name: str, times: dict[str, list[tuple[float, float, float]]], world_size: int) -> list[str]:
+    """Lines of the guide's table, of the wall times of all rounds."""
+    images = TASKS[task_name].batch * world_size
+    columns = {name: rates_of([wall for _, _, wall in mine], images) for name, mine in times.items()}
+    lines = [
+        f"  {'images / s':16}"
+        + "".join(f"{head:>10}" for head in columns[NATIVE])
+        + "  1 - median / native's"
+    ]
+    for name, column in columns.items():
+        lost = 1 - column["Median"] / columns[NATIVE]["Median"]
+        lines.append(
+            f"  {name:16}" + "".join(f"{value:10.2f}" for value in column.values()) + f"  {lost:.2%}"
+        )
+    return lines
+
+
+def report(task_name: str, result: dict[str, Any], world_size: int) -> None:
     """Prints one model's rows."""
     facts, times = result["facts"], result["times"]
     print(f"{task_name}: CPU time relative to native, median [95 % interval]")
@@ -190,6 +226,7 @@ def report(task_name: str, result: dict[str, Any]) -> None:
         print(
             f"  {name:16} {shares[0]:22} {shares[1]:22} {shares[2]:22} {medians[0]:6.1f} ms {medians[1]:7.1f} ms"
         )
+    print("\n".join(rates(task_name, times, world_size)))
     print(f"  {'':16} compiles  calls  operations  losses' difference  collectives")
     for name, fact in facts.items():
         far = max(abs(a - b) / abs(b) for a, b in zip(fact["losses"], facts[NATIVE]["losses"], strict=True))
@@ -209,7 +246,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=2, help="steps a round")
-    parser.add_argument("--model", choices=("resnet", "mnist"), action="append")
+    parser.add_argument("--model", choices=TASKS, action="append")
     parser.add_argument("--only", choices=NAMES, action="append", help="besides native")
     options = parser.parse_args()
     from shardkit.backends.xla.pool import ReplicaPool
@@ -219,7 +256,8 @@ def main() -> None:
         # else the compiler takes minutes for a residual network; convolutions are a library's anyway
         variables = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
         with ReplicaPool(options.world_size, timeout=None, environment=variables) as pool:
-            report(name, pool.run(train, name, names, options.rounds, options.steps)[0])
+            found = pool.run(train, name, names, options.rounds, options.steps)[0]
+            report(name, found, options.world_size)
 
 
 if __name__ == "__main__":

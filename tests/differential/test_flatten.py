@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.nn.misc.flatten_params_wrapper import FlattenParamsWrapper as Ours
-from shardkit.wrapping.activations import checkpoint_wrapper as our_checkpoint
 from tests.beside import reread
 
 Theirs = pytest.importorskip("fairscale.nn.misc.flatten_params_wrapper").FlattenParamsWrapper
@@ -150,36 +148,3 @@ def test_a_pickle_of_fairscales_opens_as_ours() -> None:
         assert entries(ours.state_dict()) == entries(theirs.state_dict())
     nn.Sequential(ours).load_state_dict(nn.Sequential(theirs).state_dict())
     assert entries(copy.deepcopy(ours).state_dict()) == entries(theirs.state_dict())
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("flatten", ["no", "inside", "outside"])
-def test_checkpoints_compute_the_same(offload: bool, flatten: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), Block([nn.Linear(3, 3)], again=True)
-    )
-    models = []
-    for flat_wrapper, checkpoint in ((Theirs, their_checkpoint), (Ours, our_checkpoint)):
-        made: nn.Module = copy.deepcopy(model)
-        if flatten == "inside":
-            made = checkpoint(flat_wrapper(made), offload)
-        elif flatten == "outside":
-            made = flat_wrapper(checkpoint(made, offload))
-        else:
-            made = checkpoint(made, offload)
-        models.append(made)
-    for step in range(3):
-        losses = []
-        for made in models:
-            torch.manual_seed(step)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # fairscale: None of the inputs have requires_grad=True
-                loss = made(torch.randn(4, 3)).square().sum()
-            loss.backward()
-            losses.append((loss.item(), torch.rand(1).item()))
-        assert losses[0] == losses[1]
-    theirs, ours = models
-    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=0, atol=0)
-    assert entries(theirs.state_dict()) == entries(ours.state_dict())

@@ -1,4 +1,7 @@
-"""Stacks of model-parallel layers, drawn: the same as fairscale's to the last bit, and as the unsharded stack."""
+"""Model parallelism beside the real fairscale, in the same ranks: groups, and stacks of layers, drawn.
+
+Stacks are the same as fairscale's to the last bit, and as the unsharded stack.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shardkit import model_parallel as core
+from shardkit.nn import model_parallel as ours
+from shardkit.nn.model_parallel import cross_entropy, initialize, layers, mappings, random, utils
 from shardkit.tools.verify import EXACT, check_named, tolerance_of
 from tests.differential.keeping import kept
-from tests.pools import rank_pool
+from tests.pools import on_ranks, rank_pool
 from tests.programs.running import examples
 
 pytest.importorskip("fairscale.nn.model_parallel")
@@ -26,6 +32,54 @@ RANKS = 4
 LIBRARIES = ("shardkit", "fairscale")
 
 
+# ------------------------------------------------------------------------------------------ names and groups
+def theirs(name: str = "") -> Any:
+    return importlib.import_module("fairscale.nn.model_parallel" + (f".{name}" if name else ""))
+
+
+def _public(module: Any) -> dict[str, Any]:
+    """Functions and classes of fairscale.nn.model_parallel that a module shows."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("fairscale.nn.model_parallel")
+    }  # fmt: skip
+
+
+def test_a_name_is_the_same_thing_everywhere() -> None:
+    for name in core.__all__:
+        found = {
+            getattr(m, name)
+            for m in (ours, initialize, layers, mappings, cross_entropy, random, utils)
+            if hasattr(m, name)
+        }
+        assert found == {getattr(core, name)}, name
+
+
+@on_ranks(4)
+def test_groups(rank: int) -> None:
+    import torch.distributed as dist
+
+    readers = [n for n in _public(theirs("initialize")) if n.startswith(("get_", "model_parallel_is"))]
+    assert len(readers) == 10
+    for size, pipeline in ((1, 1), (2, 1), (4, 1), (9, 1), (1, 2), (2, 2), (1, 4)):
+        assert not initialize.model_parallel_is_initialized()
+        assert initialize._MODEL_PARALLEL_GROUP is None
+        for state in (theirs("initialize"), initialize):
+            state.initialize_model_parallel(size, pipeline)
+        for name in readers:
+            first, second = getattr(initialize, name)(), getattr(theirs("initialize"), name)()
+            if name.endswith("_group"):
+                first, second = dist.get_process_group_ranks(first), dist.get_process_group_ranks(second)
+            assert first == second, (name, size, pipeline)
+        assert initialize._MODEL_PARALLEL_GROUP is initialize.get_model_parallel_group()
+        for state in (theirs("initialize"), initialize):
+            with pytest.raises(AssertionError):
+                state.initialize_model_parallel(size, pipeline)
+            state.destroy_model_parallel()
+
+
+# ------------------------------------------------------------------------------------------ stacks
 @dataclass(frozen=True)
 class Layer:
     """A linear layer, split by "columns" or "rows", or a "pair" of both with only a part of the features between.
@@ -196,7 +250,7 @@ def _possible(layer: Layer) -> Layer:
     return layer
 
 
-layers = st.builds(
+drawn_layers = st.builds(
     Layer,
     st.sampled_from(["columns", "rows", "pair"]),
     st.integers(1, 4),
@@ -214,8 +268,8 @@ layers = st.builds(
         st.sampled_from(["ParallelEmbedding", "VocabParallelEmbedding"]),
         st.integers(1, 5),
         st.integers(1, 3),
-        st.lists(layers, max_size=3).map(tuple),
-        st.sampled_from([torch.float32, torch.float64]),
+        st.lists(drawn_layers, max_size=3).map(tuple),
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
         st.integers(1, 4),
         st.integers(0, 999),
     )

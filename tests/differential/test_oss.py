@@ -15,7 +15,6 @@ from tests.differential.keeping import kept
 from tests.pools import rank_pool
 from tests.programs.fairscale_limits import SCALAR_STATE, fairscale_limit
 from tests.programs.optimizers import OPTIMIZERS
-from tests.programs.records import or_computed
 from tests.programs.result import Checkpoint, RankRun, compare, tolerance_for
 from tests.programs.running import examples, run_ranks
 from tests.programs.spec import OptimizerSpec, Program, Schedule, Sharded, Step, Train, ZeroGrad, stack
@@ -28,13 +27,13 @@ ITERATION = (ZeroGrad(), Train(), Step())
 
 
 def run_with(
-    library: str, program: Program, world_size: int, start: Checkpoint | None = None, writer: str = ""
+    library: str, program: Program, world_size: int, start: Checkpoint | None = None
 ) -> tuple[list[RankRun], Checkpoint]:
     """A run with "torch" (one process), "fairscale" or "shardkit", and the checkpoint that rank 0 leaves."""
     if library == "torch":
         runs = run_truth(program, world_size, start)
     else:
-        runs = run_ranks(library, program, world_size, start, writer=writer)
+        runs = run_ranks(library, program, world_size, start)
     checkpoint = runs[0].saved
     assert isinstance(checkpoint, Checkpoint)
     # through bytes, as through a file
@@ -75,7 +74,6 @@ def check_owners(world_size: int, sizes: list[tuple[int, bool]], groups: int) ->
 # ------------------------------------------------------------------------------------------------ optimizers
 @pytest.mark.parametrize("wrapper", ["sharded", "ddp"])
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("lbfgs", "sparse_adam")])
-@or_computed
 def test_every_optimizer_same_as_fairscale(name: str, wrapper: str) -> None:
     spec = OptimizerSpec(name, groups=2, form="groups", scheduler="step")
     steps = (*ITERATION, Schedule()) * 3
@@ -120,18 +118,16 @@ def test_state_dicts_travel(writer: str, before: int, reader: str, after: int, p
 
 
 @kept
-@or_computed
 def check_travel(writer: str, before: int, reader: str, after: int, program: Program) -> None:
     _, checkpoint = run_with(writer, program, before)
     _, true_checkpoint = run_with("torch", program, before)
-    runs, _ = run_with(reader, program, after, checkpoint, f"{writer} {before}")
+    runs, _ = run_with(reader, program, after, checkpoint)
     true_runs, _ = run_with("torch", program, after, true_checkpoint)
     compare(runs, true_runs, tolerance_for(program), buffers_of=[0])
 
 
 @pytest.mark.parametrize("writer", ["torch", "fairscale", "shardkit"])
 @pytest.mark.parametrize("name", ["adamw_fused", "adam_foreach", "sgd_fused"])
-@or_computed
 def test_state_of_parameters_that_are_not_contiguous(name: str, writer: str) -> None:
     """fairscale's state is contiguous even if the parameter is not; fused kernels walk memory."""
     program = Program(stack("odd"), Sharded(), OptimizerSpec(name), ITERATION * 2)

@@ -20,7 +20,6 @@ from tests.pools import rank_pool
 
 from .owning_ranks import OwningRank
 from .ranks import Rank
-from .records import or_computed, recorded
 from .result import Checkpoint, RankRun, Saved, compare, tolerance_for
 from .spec import AnyStep, Program, Unit
 from .truth import Truth, run_truth
@@ -119,16 +118,10 @@ def _on_ranks(
     form: str = "",
     *,
     backend: str = "",
-    writer: str = "",
 ) -> list[RankRun]:
-    def run() -> list[RankRun]:
-        pool = pool_for(library, program, world_size, backend)
-        args = ([] if given is None else [pickle.dumps(given)]) + ([form] if form else [])
-        return [pickle.loads(b) for b in pool.run(fn, library, program, *args)]
-
-    if library == "fairscale":
-        return recorded(f"{fn.__name__} {world_size} {form} {writer} {program!r}", given, run)
-    return run()
+    pool = pool_for(library, program, world_size, backend)
+    args = ([] if given is None else [pickle.dumps(given)]) + ([form] if form else [])
+    return [pickle.loads(b) for b in pool.run(fn, library, program, *args)]
 
 
 def run_ranks(
@@ -138,14 +131,9 @@ def run_ranks(
     start: Checkpoint | None = None,
     *,
     backend: str = "",
-    writer: str = "",
 ) -> list[RankRun]:
-    """Each rank's course through ``program``; shardkit's on the backend given, or that :func:`backend_of` says.
-
-    Args:
-        start: a checkpoint that ``writer`` left.
-    """
-    return _on_ranks(run_rank, library, program, world_size, start, backend=backend, writer=writer)
+    """Each rank's course through ``program``; shardkit's on the backend given, or that :func:`backend_of` says."""
+    return _on_ranks(run_rank, library, program, world_size, start, backend=backend)
 
 
 def _compare_with_truth(got: list[RankRun], program: Program, world_size: int, library: str) -> None:
@@ -166,7 +154,6 @@ def check_against_truth(
 
 
 @kept
-@or_computed
 def check_three_ways(program: Program, world_size: int) -> None:
     """Truth, fairscale and shardkit: a program on which fairscale is wrong shows as a missing limit of its own."""
     theirs = run_ranks("fairscale", program, world_size)
@@ -183,7 +170,6 @@ def check_three_ways(program: Program, world_size: int) -> None:
 
 
 @kept
-@or_computed
 def check_resumed(
     program: Program,
     steps: tuple[tuple[AnyStep, ...], tuple[AnyStep, ...]],
@@ -202,7 +188,7 @@ def check_resumed(
     before, after = (dataclasses.replace(program, steps=s) for s in steps)
     saved = _on_ranks(save_rank, writer[0], before, writer[1])[0].saved
     assert isinstance(saved, Saved)
-    got = _on_ranks(resume_rank, reader[0], after, reader[1], saved, form, writer=f"{writer} {before.steps}")
+    got = _on_ranks(resume_rank, reader[0], after, reader[1], saved, form)
     first = Truth(before, writer[1])
     first.run()
     second = Truth(after, reader[1])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.seeds.extract import SNIPPETS
-
+SNIPPETS = Path(__file__).parent / "snippets"  # cut from the documents as they are
 # shardkit in place of the libraries, everywhere.
 IMPORTS = {
     "from fairscale": "from shardkit",

@@ -28,7 +28,7 @@ import training
 from shardkit.xla.fsdp import consolidate_sharded_ckpts
 from tests.examples import tiny_data
 from tests.pools import rank_pool
-from tests.seeds.extract import SNIPPETS
+from tests.seeds.running import SNIPPETS
 
 COMMANDS = (SNIPPETS / "commands.txt").read_text().splitlines()
 GUIDES = Path(__file__).resolve().parents[2] / "examples"

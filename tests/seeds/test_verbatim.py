@@ -6,7 +6,6 @@ leaves open is supplied as names. ``CANNOT`` has the lines that no Python runs a
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections import OrderedDict
@@ -22,8 +21,7 @@ from torch import nn
 
 import shardkit
 from shardkit.tools.rehearsal import rehearse
-from tests.seeds.extract import SNIPPETS, extract
-from tests.seeds.running import IMPORTS, awesome_model, batches, indented, run, trained_alone
+from tests.seeds.running import IMPORTS, SNIPPETS, awesome_model, batches, indented, run, trained_alone
 
 EPOCHS, RATE = 2, 1e-4
 # snippet: (what it says, what it means)
@@ -247,11 +245,3 @@ def test_prefix_is_taken_off() -> None:
     for state in (trained.state_dict(), trained.module.state_dict()):
         names = run(code, re=re, OrderedDict=OrderedDict, state_dict=state, model=awesome_model())
         assert torch.equal(names["model"][0].weight, trained.module[0].weight)
-
-
-@pytest.mark.skipif(
-    "SEED_DOCUMENTS" not in os.environ, reason="SEED_DOCUMENTS names no folder with the documents"
-)
-def test_snippets_are_what_the_documents_say() -> None:
-    found = extract(Path(os.environ["SEED_DOCUMENTS"]))
-    assert found == {path.stem: path.read_text() for path in SNIPPETS.glob("*.txt")}

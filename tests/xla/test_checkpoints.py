@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint
-from shardkit.fsdp.state import clean
 from tests.pools import rank_pool
 from tests.xla.models import batch, build
 
@@ -118,46 +117,6 @@ def test_checkpoints_load_both_ways(world_size: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["parameter", "flat"])
 def test_checkpoints_of_one_unit_with_frozen_weights(layout: str) -> None:
     rank_pool(2, "xla").run(_cross_load, False, LAYOUTS[layout], {"frozen": True})
-
-
-def _consolidate(rank: int, world_size: int, folder: str, nested: bool, options: dict[str, Any]) -> Any:
-    import torch_xla.core.xla_model as xm
-
-    theirs, ours = _both(nested, options)
-    for name, model in (("theirs", theirs), ("ours", ours)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        _train(model, rank, range(1), optimizer)
-        state = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
-        xm.save(state, f"{folder}/{name}_rank-{rank}-of-{world_size}.pth", master_only=False)
-    with ours.summon_full_params():
-        return {clean(name): p.detach().cpu() for name, p in ours.named_parameters()}
-
-
-@pytest.mark.parametrize(("world_size", "layout"), [(2, "flat"), (2, "rows"), (4, "parameter")])
-def test_consolidation_of_both(world_size: int, layout: str, tmp_path: Path) -> None:
-    from torch_xla.distributed import fsdp as theirs
-
-    from shardkit.xla import fsdp as ours
-
-    results = rank_pool(world_size, "xla").run(_consolidate, world_size, str(tmp_path), True, LAYOUTS[layout])
-    full = {}
-    for writer in ("ours", "theirs"):
-        for reader, fsdp in (("ours", ours), ("theirs", theirs)):
-            state, path = fsdp.consolidate_sharded_model_checkpoints(
-                f"{tmp_path}/{writer}", "_rank-*-of-*.pth", f"{tmp_path}/{writer}-{reader}.pth"
-            )
-            assert path is not None
-            loaded = torch.load(path)["model"]
-            assert loaded.keys() == state.keys()
-            full[writer, reader] = loaded
-    plain = build()
-    for state in full.values():
-        plain.load_state_dict(state)
-        assert set(state) == set(plain.state_dict())
-        for key, value in state.items():
-            torch.testing.assert_close(value, full["ours", "ours"][key], rtol=2e-6, atol=2e-6)
-    for key, value in results[0].items():
-        assert torch.equal(value, full["ours", "ours"][key]), key
 
 
 # ------------ ``shardkit ckpt convert --to xla``: torch_xla reads it, and what torch_xla wrote is read.
