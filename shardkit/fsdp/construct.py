@@ -61,7 +61,7 @@ from .originals import (
 )
 from .packed import PackedWeight, is_packable
 from .registered import hide, register, take_out
-from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_below
+from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
 from .submodule_api import answer_for, take
 from .unit import Unit
 
@@ -121,7 +121,7 @@ def _shard(units: Sequence[Found]) -> None:
             _make_unit(found)
     name_flats({found.state: "" for found in units})
     if units[0].state.group.rank == 0:
-        report_padding([flat for found in units for flat in found.state.flats])
+        report_padding([(flat.names, flat.layout) for found in units for flat in found.state.flats])
 
 
 def _make_unit(found: Found) -> None:
@@ -295,7 +295,7 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
         tensors = [example]
     choice = options.backend
     if choice is None and not tensors:
-        below = units_below(state)
+        below = units_in(state.door, state)
         choice = below[0].group.backend if below else lenders[0].group.backend if lenders else None
     backend = backend_for(tensors, choice)
     state.group = backend.group(options.group)
@@ -590,11 +590,11 @@ def _listed(
     found: Found, originals: list[OriginalParameter], layout: ShardLayout, shard: torch.Tensor
 ) -> FlatParam:
     """Returns the flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
-    state, options, lister = found.state, found.state.options, found.state.unit_module
+    state, lister = found.state, found.state.unit_module
     if lister is not None:
         lister.num_params_managed += len(originals)
     places: list[Place] = []
-    if options.flatten and lister is not None:
+    if state.options.flatten and lister is not None:
         param: Tree = FlatParameter([shard], originals[0].param.requires_grad)
         path_of = {m: path for path, m in found.modules}
         infos = [(path_of[original.places[0].module], *original.places[0]) for original in originals]
@@ -617,6 +617,7 @@ def _listed(
         for place in places:
             hide(place, original.param)
             register(place, shard)
+    options = state.options
     return FlatParam(
         originals, shard, places, found.cut_over, layout, state.group, options.precision.compute, options.device,
         state.post_forward_mesh, options.precision.compression, Mirrored if options.offload.masters else None,

@@ -8,16 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
 from ..layout import Align, ShardLayout, aligned_shards, packed_layout, rows_layout
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
 
 logger = logging.getLogger("shardkit")
 
@@ -185,22 +182,14 @@ def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     return made
 
 
-def report_padding(flats: Sequence[FlatParam]) -> None:
-    """Logs what alignment costs in memory and on the wire; warns if that is much."""
-    for flat in flats:
-        layout = flat.layout
+def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None:
+    """Logs what alignment of these parameters costs in memory and on the wire; warns if that is much."""
+    shown = logger.getEffectiveLevel()
+    for names, layout in layouts:
         padding = 0 if layout.starts is None else layout.padded_numel - sum(layout.numels)
-        if not padding:
-            continue
-        share = padding / layout.padded_numel
+        share = padding / max(1, layout.padded_numel)
         level = logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO
-        if level >= logger.getEffectiveLevel():
-            logger.log(
-                level,
-                "the alignment of %r and %d more parameters costs %d elements of padding, %.1f %% of the flat "
-                "parameter",
-                flat.names[0],
-                len(flat.names) - 1,
-                padding,
-                100 * share,
-            )
+        if padding and level >= shown:
+            what = f"{names[0]!r} and {len(names) - 1} more parameters"
+            text = "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter"
+            logger.log(level, text, what, padding, 100 * share)

@@ -49,7 +49,7 @@ from .state import Ignored, Options, ShardingState, end_unshard, enter_summon, u
 from .state_dict import begin_loading, detach_entries, end_loading
 from .submodule_api import collect_in_place
 from .torch_class import note_state_for_torch, own_class, sharded_class
-from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of, outermost_of
+from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words
 from .wrapper import Door
 
 if TYPE_CHECKING:
@@ -104,14 +104,17 @@ def fully_shard(
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    words, given = in_torchs_words(torchs_words), modules_of(module)
+    words, given = in_torchs_words(torchs_words), [module] if isinstance(module, nn.Module) else [*module]
     units = list(map(units_in, given))
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
-        inside = any(s.options.dtensors for found in units for s in found)
-        are_torchs = bool(torchs_words) or mesh is not None or inside
+        are_inside = any(s.options.dtensors for found in units for s in found)
+        are_torchs = bool(torchs_words) or mesh is not None or are_inside
         dtensors = are_torchs and ours.count(None) == len(ours) and _are_dtensors_meant(given)
-    modules = outermost_of(given) if dtensors and len(given) > 1 else given
+    modules = given
+    if dtensors and len(given) > 1:  # of modules that lie in others these
+        inside = {id(m) for other in given for m in other.modules() if m is not other}
+        modules = [m for m in given if id(m) not in inside]
     mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
     casts = words.casts_inputs
     group, replicas = shards_and_replicas_of(mesh, group, replicas)

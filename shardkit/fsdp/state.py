@@ -228,7 +228,7 @@ class ShardingState:
 
     def states(self) -> list[ShardingState]:
         """Returns this one and those of units below, the outermost first."""
-        return [self, *units_below(self, nested=True)]
+        return [self, *units_in(self.door, self)]
 
     def all_flats(self) -> list[FlatParam]:
         """Returns the flat parameters of these."""
@@ -325,13 +325,8 @@ def modules_outside_units(
     return found
 
 
-def units_below(state: ShardingState, *, nested: bool = False) -> list[ShardingState]:
-    """Lists the units inside of a state's module, the outermost first; with ``nested`` those inside of these, too."""
-    return units_in(state.door if nested else state.module, state, nested)
-
-
-def units_in(module: nn.Module, own: ShardingState | None = None, nested: bool = True) -> list[ShardingState]:
-    """Lists units as :func:`units_below`: of a module itself, too, but for the state of its ``own``."""
+def units_in(module: nn.Module, own: ShardingState | None = None) -> list[ShardingState]:
+    """Lists the units of a module, and of what is inside of it, the outermost first; without its ``own``."""
     found: list[ShardingState] = []
     seen, waiting = set[nn.Module](), [module]
     while waiting:
@@ -342,10 +337,9 @@ def units_in(module: nn.Module, own: ShardingState | None = None, nested: bool =
         below = state_of(m) if id(m) in _states else None
         if below is not None and below is not own:
             found.append(below)
-        if nested or below is None or below is own:
-            for child in reversed(m._modules.values()):
-                if child is not None:
-                    waiting.append(child)
+        for child in reversed(m._modules.values()):
+            if child is not None:
+                waiting.append(child)
     return found
 
 
