@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -164,8 +164,6 @@ class ShardLayout:
     copies: bool = False
     runs: int = 1
 
-    is_packed: ClassVar[bool] = False
-
     @functools.cached_property
     def numel(self) -> int:
         """N: up to the end of the last item, without the padding after it."""
@@ -214,15 +212,9 @@ class ShardLayout:
 
     @functools.cached_property
     def parts(self) -> tuple[list[int], list[int]]:
-        """Cuts it up to the end of the last item into items and what is between them.
-
-        Returns:
-            The numel of each of these parts, and which of them each item is.
-        """
-        if self.starts is None:
-            return list(self.numels), list(range(len(self.numels)))
+        """Cuts it into items and what is between them: the numel of each of these, and which of them each item is."""
         sizes, numbers, end = list[int](), [0] * len(self.numels), 0
-        for start, numel, item in sorted(zip(self.starts, self.numels, itertools.count(), strict=False)):
+        for start, numel, item in sorted(zip(self.offsets(), self.numels, itertools.count(), strict=False)):
             if start > end:
                 sizes.append(start - end)
             numbers[item], end = len(sizes), start + numel
@@ -295,8 +287,6 @@ class PackedLayout(ShardLayout):
     """
 
     each: tuple[ShardLayout, ...] = ()
-
-    is_packed: ClassVar[bool] = True
 
     @functools.cached_property
     def shard_numel(self) -> int:

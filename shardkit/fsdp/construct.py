@@ -37,6 +37,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout, in_runs
+from ..policy import ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
@@ -88,8 +89,6 @@ def shard(states: Sequence[ShardingState]) -> None:
             if state.mates and state is not state.mates[0]:
                 continue  # it is in what the first one finds
             found = find(state, claimed)
-            for mate in state.mates[1:]:
-                found.add(find(mate, claimed))
             if len(found.devices) > 1:
                 check_one_device([original.param for original in found.originals])
             before = waiting[-1].state if waiting and waiting[-1].devices == found.devices else state
@@ -128,7 +127,9 @@ def _make_unit(found: Found) -> None:
     state, options = found.state, found.state.options
     is_meta = not found.originals or found.originals[0].param.is_meta
     if options.offload.on_host and options.device is None and not is_meta:
-        state.options = replace(options, device=found.devices[0])  # it computes where it is now
+        state.options = replace(
+            options, device=found.originals[0].param.device
+        )  # it computes where it is now
     for originals in alike(found):
         state.flats.append(_listed(found, originals, *_cut(found, originals)))
     borrowed = _borrow(found) if found.borrowed else []
@@ -164,7 +165,7 @@ _shape_of, _values_of, _is_meta = attrgetter("shape"), attrgetter("values"), att
 
 
 class Found:
-    """Lists what a module holds outside of other units.
+    """Lists what a module holds outside of other units, and others that are one unit with it.
 
     Attributes:
         state: the module's.
@@ -183,25 +184,11 @@ class Found:
         self.modules: list[tuple[str, nn.Module]] = []
         self.below: list[ShardingState] = []
         self.originals: list[OriginalParameter] = []
-        self.devices: list[torch.device] = []
+        self.devices = set[torch.device]()
         self.borrowed: list[tuple[nn.Parameter, Place]] = []
         self.shared: list[tuple[str, str]] = []
         self.mesh: DeviceMesh | None = None
         self.cut_over: DeviceMesh | None = None
-
-    def add(self, other: Found) -> None:
-        """Adds what another module holds that is one unit with this one."""
-        own = {id(original.param): original for original in self.originals}
-        self.modules += [m for m in other.modules if m not in self.modules]
-        self.below += other.below
-        self.originals += other.originals
-        self.devices += [d for d in other.devices if d not in self.devices]
-        self.mesh = self.mesh or other.mesh
-        for param, place in other.borrowed:
-            if id(param) in own:
-                own[id(param)].places.append(place)
-            else:
-                self.borrowed.append((param, place))
 
     def lenders(self) -> list[FlatParam]:
         """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
@@ -209,21 +196,24 @@ class Found:
 
 
 def find(state: ShardingState, claimed: set[int]) -> Found:
-    """Looks through a module; changes nothing.
+    """Looks through a module, or those that are one unit with it; changes nothing.
 
     Args:
         claimed: ids of parameters that units made together with this one have found before; those of this one are
             added.
     """
     found, options = Found(state), state.options
-    found.modules = modules_outside_units(state.module, "", state.door, state.ignored.modules, found.below)
+    homes: dict[nn.Module, int] = {}
+    for home, mate in enumerate(state.mates or [state]):
+        for path, m in modules_outside_units(mate.module, "", mate.door, mate.ignored.modules, found.below):
+            if homes.setdefault(m, home) == home:
+                found.modules.append((path, m))
     for below in found.below:
-        if below.is_asleep:
-            wake(below)
+        wake(below)
+        _make_room(state, below)
     ignored = set(map(id, state.ignored.parameters))
     by_param: dict[int, OriginalParameter] = {}
-    home = state.home if state.mates else 0
-    packing = options.reshard.packing if options.reshard.frozen == "packed" else None
+    are_plain = options.reshard.frozen != "packed"
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -231,44 +221,41 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
             place, full = Place(m, name), f"{path}.{name}" if path else name
             if (known := by_param.get(id(p))) is not None:
                 known.places.append(place)
-                found.shared.append((known.name, full))
+                if known.home == homes[m]:
+                    found.shared.append((known.name, full))
             elif id(p) in claimed or (id(p) in known_originals and managing(p) is not None):
                 found.borrowed.append((p, place))
             else:
-                kind: Tree = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
-                original = kind(p, place, home)
-                if packing is not None and is_packable(p):
-                    original = PackedWeight(p, place, home, packing)
-                by_param[id(p)] = original
+                is_plain = are_plain and type(p) is nn.Parameter
+                kind = OriginalParameter if is_plain else _kind_of(p, options.reshard)
+                by_param[id(p)] = original = kind(p, place, homes[m])
                 original.name, original.position = full, len(found.originals)
                 found.originals.append(original)
-                if p.device not in found.devices:
-                    found.devices.append(p.device)
+                found.devices.add(p.device)
                 found.mesh = found.mesh or original.mesh
                 if options.placement is not None:
                     original.dim = dimension_of(options.placement(p), full, p, options.mesh)
     claimed.update(by_param)
-    if found.below:
-        _make_room(found)
     return found
 
 
 _CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
 
 
-def _make_room(found: Found) -> None:
+def _make_room(state: ShardingState, below: ShardingState) -> None:
     """Makes room for calls through units that lie one inside another.
 
     Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
     their own, which are not to end what works without them.
     """
-    state = found.state
-    state.nesting = 1 + max([below.nesting for below in found.below])
+    state.nesting = max(state.nesting, 1 + below.nesting)
     if state.nesting > 10:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * state.nesting))
 
 
-def _kind_of(param: nn.Parameter) -> Callable[[Tree, Place, int], OriginalParameter]:
+def _kind_of(param: nn.Parameter, reshard: ReshardPolicy) -> Callable[[Tree, Place, int], OriginalParameter]:
+    if reshard.frozen == "packed" and is_packable(param):
+        return functools.partial(PackedWeight, packing=reshard.packing)
     if is_dtensor(param):
         return SplitParameter
     return ExtendedParameter if is_extended(param) else OriginalParameter

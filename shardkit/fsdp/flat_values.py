@@ -113,7 +113,7 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
     """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
-    if not layout.is_packed and layout.runs == 1 and not layout.copies:
+    if type(layout) is ShardLayout and layout.runs == 1 and not layout.copies:
         return own_part(values, group)
     blocks = values.split([block.padded_numel for block in layout.blocks])
     parts = [

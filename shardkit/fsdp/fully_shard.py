@@ -125,10 +125,9 @@ def fully_shard(
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
     )  # fmt: skip
-    states: list[ShardingState] = []
     _check(given, units, dtensors)
-    for each in modules:
-        states.append(ShardingState(each, each, options, Ignored(parameters=set(words.ignored_params or ()))))
+    ignored = Ignored(parameters=set(words.ignored_params or ()))
+    states = [ShardingState(each, each, options, ignored) for each in modules]
     for state in states if dtensors and len(states) > 1 else ():
         state.mates = states
     shard(states)

@@ -56,8 +56,8 @@ def _form_for(
     are_listed: bool,
     itemsize: int | None,
     block: int | None,
-) -> tuple[PackedForm, list[int]]:
-    """Returns where gradients and flags lie, and numbers of gradients whose flags all ranks get.
+) -> PackedForm:
+    """Returns where gradients and flags lie.
 
     Args:
         are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
@@ -71,7 +71,7 @@ def _form_for(
         size = rounded_up(size, step)
     pieces = [p for p in layout.pieces() if trainable[p.item]]
     flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
-    return PackedForm(pieces, [size] * layout.world_size, even=True, step=step, flagged=flagged), flagged
+    return PackedForm(pieces, [size] * layout.world_size, even=True, step=step, flagged=flagged)
 
 
 class GradientPack(ABC):
@@ -125,9 +125,8 @@ class GradientPack(ABC):
             self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
         self._size, self._in_blocks = flat.layout.shard_numel, blocks is not None
         itemsize = self._dtype.itemsize if group.backend.has_storage else None
-        self._form, self._flagged = _form_for(
-            flat.layout, tuple(self.trainable), flat.shards is not None, itemsize, blocks and blocks.numel
-        )
+        block = None if blocks is None else blocks.numel
+        self._form = _form_for(flat.layout, tuple(self.trainable), flat.shards is not None, itemsize, block)
         self.part_numel = self._form.sizes[group.rank]
         self._here = self._form.items[group.rank]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -383,7 +382,8 @@ class JoinedReduction:
             self._places.append((base, size))
             for p in pack._form.pieces:
                 pieces.append(p._replace(item=p.item + base, offset=p.offset + size))
-            flagged += [base + k for k in pack._flagged]
+            if pack._flat.shards is not None:
+                flagged += [base + k for k in pack._form.items[0]]
             shapes += [original.shape for original in pack._flat.originals]
             base, size = len(shapes), rounded_up(size + pack._size, step)
         self._form = PackedForm(

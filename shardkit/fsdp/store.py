@@ -48,7 +48,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
-from ..layout import ShardLayout
+from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
@@ -378,7 +378,8 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        is_packed = self._group.world_size > 1 and (self._layout.is_packed or self._layout.runs > 1)
+        are_apart = isinstance(self._layout, PackedLayout) or self._layout.runs > 1
+        is_packed = self._group.world_size > 1 and are_apart
         self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
