@@ -204,9 +204,9 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     """
     found, options = Found(state), state.options
     homes: dict[nn.Module, int] = {}
-    for home, mate in enumerate(state.mates or [state]):
+    for mate in state.mates or [state]:
         for path, m in modules_outside_units(mate.module, "", mate.door, mate.ignored.modules, found.below):
-            if homes.setdefault(m, home) == home:
+            if homes.setdefault(m, mate.home) == mate.home:
                 found.modules.append((path, m))
     for below in found.below:
         wake(below)

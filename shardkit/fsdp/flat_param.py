@@ -145,13 +145,8 @@ class FlatParam:
 
     first = position = 0  # it has all of its original parameters
 
-    @property
-    def path(self) -> str:
-        """The unit's path in the root module, as far as it is known."""
-        return self.paths[0]
-
     def path_of(self, number: int) -> str:
-        """Returns the same for the module that an original parameter's name is of."""
+        """Returns the path in the root, as far as it is known, of the module that a parameter's name is of."""
         home = self.originals[number].home
         return self.paths[home] if home < len(self.paths) else ""
 

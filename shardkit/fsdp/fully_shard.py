@@ -128,8 +128,8 @@ def fully_shard(
     _check(given, units, dtensors)
     ignored = Ignored(parameters=set(words.ignored_params or ()))
     states = [ShardingState(each, each, options, ignored) for each in modules]
-    for state in states if dtensors and len(states) > 1 else ():
-        state.mates = states
+    for home, state in enumerate(states if dtensors and len(states) > 1 else ()):
+        state.mates, state.home = states, home
     shard(states)
     for state in states:
         InPlace(state).install()

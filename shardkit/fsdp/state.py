@@ -130,6 +130,7 @@ class ShardingState:
         ignored: what of it is not.
         flats: its flat parameters; of several modules that are one unit, the unit's.
         mates: the states of all of these, in order; none where it is alone.
+        home: its place among these; see :class:`~.originals.OriginalParameter`.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
         nesting: how many units lie one inside another here.
         group: ranks among which it is sharded.
@@ -159,6 +160,7 @@ class ShardingState:
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.mates: list[ShardingState] = []
+        self.home = 0
         self.shared_paths: list[tuple[str, str]] = []
         self.nesting = 1
         self.group: Group
@@ -216,11 +218,6 @@ class ShardingState:
         if self.options.device is not None:
             return self.options.device
         return self.flats[0].param.device if self.flats else self.group.backend.device()
-
-    @property
-    def home(self) -> int:
-        """Numbers its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
-        return next((k for k, m in enumerate(self.mates) if m is self), 0)
 
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
         """Lists ``named_modules`` of the module, without those below other units, and those that it ignores."""

@@ -649,7 +649,7 @@ def _gather(stores: Sequence[Lazy]) -> None:
     sent = sent.to(device=first._device, dtype=first._dtype)
     world_size = flat.group.world_size
     full = sent.new_empty(world_size * sent.numel())  # [W * sum of S]
-    label = flat.label if len(stores) == 1 else f"parameters of {flat.path or 'the root'}"
+    label = flat.label if len(stores) == 1 else f"parameters of {flat.paths[0] or 'the root'}"
     work = first._channel.all_gather_into(full, sent, async_op=True, label=label)
     parts = [full]
     if len(stores) > 1:
