@@ -9,17 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from .. import errors
 from ..checks import all_gather_facts
 from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
 from ..optimizer_state.leaves import Ranks
-from ..types import Tree
+from ..types import T, Tree
 from .data_file import index_of, name_of
 from .format.folders import last_change
-
-T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -172,21 +169,25 @@ class Background:
     def run(self, write_own: Callable[[], None], complete: Callable[[], None]) -> None:
         """Writes, and waits until the checkpoint is complete."""
         try:
+            self._write(write_own, complete)
+            if self._ranks.rank != 0:
+                self._wait_for(self._is_complete)
+        except ToldOfError as told:
+            raise told.cause from None
+
+    def _write(self, write_own: Callable[[], None], complete: Callable[[], None]) -> None:
+        try:
             write_own()
             if self._ranks.rank == 0:
-                self._wait_for(self._all_have_written)
+                indices = [os.path.join(self._temporary, index_of(r)) for r in range(self._ranks.size)]
+                self._wait_for(lambda: all(map(os.path.exists, indices)))
                 complete()
+        except ToldOfError:
+            raise
         except Exception as error:
             self._tell(error)
             rank = self._ranks.world[self._ranks.rank] if self._ranks.size > 1 else None
-            if isinstance(error, ToldOfError):
-                raise error.cause from None
             raise raised(described(error), self._what, rank) from error
-        if self._ranks.rank != 0:
-            try:
-                self._wait_for(self._is_complete)
-            except ToldOfError as told:
-                raise told.cause from None
 
     # ------------------------------------------------------------ waiting
     def _wait_for(self, there: Callable[[], bool]) -> None:
@@ -204,10 +205,6 @@ class Background:
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
 
-    def _all_have_written(self) -> bool:
-        folder = self._temporary
-        return all(os.path.exists(os.path.join(folder, index_of(r))) for r in range(self._ranks.size))
-
     def _is_complete(self) -> bool:
         if os.path.isdir(self._temporary):
             return False
@@ -217,8 +214,6 @@ class Background:
 
     # ------------------------------------------------------------ telling of errors
     def _tell(self, error: Exception) -> None:
-        if isinstance(error, ToldOfError):
-            return
         rank = self._ranks.rank
         with contextlib.suppress(OSError):  # a disk that was full has room now
             os.unlink(os.path.join(self._temporary, name_of(rank)))

@@ -12,21 +12,21 @@ import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 
-from ..layout import Box
+from ..errors import ShardkitError
+from ..launching.run_folder import write_at_once
 from ..optimizer_state.leaves import Leaf
 from .collecting import RecordPart
-from .format.manifest import Hasher, hash_of, new_hasher
+from .files.writing import GuardedFile, write_atomically
+from .format.manifest import Hasher, Manifest, ManifestItem, StoredFile, hash_of, new_hasher, write_manifest
+from .format.metadata import METADATA
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from ..errors import ShardkitError
-from .files.writing import GuardedFile, write_atomically
-from .format.manifest import Manifest, ManifestItem, StoredFile, write_manifest
-from .format.metadata import METADATA
+    from torch.distributed.checkpoint.metadata import Metadata
 
 PREFIX, ENDING = "__", "_0.distcp"
 
@@ -42,10 +42,10 @@ class Written(NamedTuple):
         hash: in hexadecimal digits.
     """
 
-    path: tuple[str | int, ...]
+    path: Sequence[str | int]
     dtype: str | None
-    shape: tuple[int, ...] | None
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    shape: Sequence[int] | None
+    box: Sequence[Sequence[int]] | None
     offset: int
     length: int
     hash: str
@@ -134,26 +134,21 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
     if tensor is None or part.box is None or not isinstance(leaf, Leaf):
         hashed.write(part.data)
         hashed.check()
-        what: tuple[str | None, tuple[int, ...] | None, Box | None] = (None, None, None)
+        dtype = shape = box = None
     else:
         values = tensor.detach()
         if values.untyped_storage().size() != values.numel() * values.element_size():
             values = values.clone(memory_format=torch.contiguous_format)  # torch.save writes all of a storage
         hashed.save(values)
-        what = (str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape), part.box)
-    dtype, shape, box = what
-    place = None if box is None else (box.offsets, box.sizes)
-    return Written(part.entry.path, dtype, shape, place, start, hashed.size - start, hashed.digests()[1])
+        dtype, shape = str(leaf.base.dtype).removeprefix("torch."), tuple(leaf.shape)
+        box = (part.box.offsets, part.box.sizes)
+    return Written(part.entry.path, dtype, shape, box, start, hashed.size - start, hashed.digests()[1])
 
 
 def write_index(folder: str, rank: int, index: Index) -> None:
     """Writes a rank's index in one move: who sees the file sees all of it."""
-    path = os.path.join(folder, index_of(rank))
     text = json.dumps([index.bytes, index.hash, index.records])
-    with open(f"{path}.part", "w") as file:
-        file.write(text)
-        file.write(hash_of(text.encode(), "sha256"))
-    os.replace(f"{path}.part", path)
+    write_at_once(Path(folder, index_of(rank)), text + hash_of(text.encode(), "sha256"))
 
 
 def read_index(folder: str, rank: int) -> Index:
@@ -164,17 +159,7 @@ def read_index(folder: str, rank: int) -> Index:
     if hash_of(text.encode(), "sha256") != digest:
         raise ValueError(f"{index_of(rank)} has other bytes than were written")
     size, whole, records = json.loads(text)
-    return Index(size, whole, tuple(_record(values) for values in records))
-
-
-def _record(values: list[object]) -> Written:
-    path, dtype, shape, box, offset, length, digest = values
-    made = Written(path, dtype, shape, box, offset, length, digest)  # type: ignore[arg-type]
-    return made._replace(
-        path=tuple(made.path),
-        shape=None if made.shape is None else tuple(made.shape),
-        box=None if made.box is None else (tuple(made.box[0]), tuple(made.box[1])),
-    )
+    return Index(size, whole, tuple(Written(*values) for values in records))
 
 
 def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch.Tensor | None]:
@@ -213,7 +198,11 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
     for rank in range(world_size):
         os.unlink(os.path.join(folder, index_of(rank)))
     records = {name_of(rank): index.records for rank, index in enumerate(indices)}
-    files = {name_of(rank): _stored(index) for rank, index in enumerate(indices) if index.records}
+    files = {}
+    for rank, (size, digest, written) in enumerate(indices):
+        if written:
+            items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in written)
+            files[name_of(rank)] = StoredFile(size, digest, items)
     describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
 
 
@@ -224,11 +213,6 @@ def describe(folder: str, records: Mapping[str, Sequence[Written]], manifest: Ma
         file.write(metadata)
     stored = StoredFile(len(metadata), hash_of(metadata, manifest.hash))
     write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, METADATA: stored}))
-
-
-def _stored(index: Index) -> StoredFile:
-    items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in index.records)
-    return StoredFile(index.bytes, index.hash, items)
 
 
 def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
@@ -242,7 +226,7 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
     paths: dict[str, tuple[str | int, ...]] = {}
     for file, written in records.items():
         for record in written:
-            paths[record.name] = record.path
+            paths[record.name] = tuple(record.path)
             index = metadata.MetadataIndex(record.name, None if record.box is None else record.box[0])
             if record.box is None:
                 state[record.name] = metadata.BytesStorageMetadata()
@@ -250,7 +234,8 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
                 dtype, shape = getattr(torch, record.dtype or ""), torch.Size(record.shape or ())
                 made = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, [])
                 found = tensors[record.name] = tensors.get(record.name, made)
-                if state.setdefault(record.name, found) is not found or _differ(found, made):
+                is_same = (found.size, found.properties.dtype) == (shape, dtype)
+                if state.setdefault(record.name, found) is not found or not is_same:
                     raise IncompleteError(
                         f"{record.name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
                         "others"
@@ -274,7 +259,3 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
     if hasattr(table, "version"):
         table.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     return table
-
-
-def _differ(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bool:
-    return one.size != other.size or one.properties.dtype != other.properties.dtype

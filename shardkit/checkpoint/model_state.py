@@ -88,7 +88,7 @@ class ModelState:
         return self._here[id(flat)].get(number)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
-        """(name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
+        """Yields (name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
         for name, param in written_parameters(self.module):
             flat, number = place_of(param)
             yield name, param, flat, number
@@ -135,7 +135,7 @@ class ModelState:
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:
-        """Values were written into the leaves; these are those that are no tensors."""
+        """Takes what is no tensor, after values were written into the leaves."""
         for state in self.states:
             for flat in state.flats:
                 flat.drop()  # what is gathered is of before

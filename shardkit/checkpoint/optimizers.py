@@ -48,7 +48,7 @@ class Holder(abc.ABC):
 
     @abc.abstractmethod
     def groups(self) -> list[StateDict]:
-        """Param groups, with names in place of parameters."""
+        """Lists param groups, with names in place of parameters."""
 
     @abc.abstractmethod
     def needed(self) -> list[Slot]:
@@ -63,7 +63,7 @@ class Holder(abc.ABC):
         return []
 
     def writers_of(self, group: int) -> tuple[int, ...]:
-        """Ranks whose options of a group count."""
+        """Returns the ranks whose options of a group count."""
         return (0,)
 
     def others(self) -> StateDict:

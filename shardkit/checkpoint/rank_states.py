@@ -96,11 +96,17 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
 
 
 def equal(a: Tree, b: Tree) -> bool:
-    """Whether two values are the same, tensors in containers of theirs too."""
+    """Whether two values are the same, tensors and arrays in containers of theirs too; NaN is the same as NaN."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b)
+    if type(a).__module__ == "numpy" and hasattr(a, "tobytes"):
+        kinds = (getattr(a, "dtype", None), getattr(a, "shape", None))
+        return kinds == (getattr(b, "dtype", None), getattr(b, "shape", None)) and a.tobytes() == b.tobytes()
+    try:
+        return type(a) is type(b) and (bool(a == b) or (isinstance(a, float) and repr(a) == repr(b)))
+    except (TypeError, ValueError, RuntimeError):
+        return False

@@ -141,12 +141,10 @@ class OptimizerReads:
             )
         for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
             self._check_class(k, set(theirs), set(mine))
-            there, here = set(self._stored.object(theirs["params"])), set(mine["params"])
+            listed, own_names = set(self._stored.object(theirs["params"])), set(mine["params"])
             # frozen ones may be listed or not: they have no state
-            there, here = (
-                {n for n in there if n in here or n in self._of},
-                here - (self._holder.names.frozen - there),
-            )
+            there = {n for n in listed if n in own_names or n in self._of}
+            here = own_names - (self._holder.names.frozen - listed)
             if there != here:
                 raise ConfigurationError(
                     f"group {k} of the optimizer in {self._stored.folder} has parameters {_some(there - here)} that it "
@@ -295,7 +293,7 @@ def restore_training(
     note_checkpoints(os.path.dirname(path))
     with contextlib.ExitStack() as held:
         restoring, problem = attempt(
-            lambda: _prepared(path, parts, backend, ranks, with_random, verify, held)
+            lambda: _Restoring(_opened(path, ranks, verify, held), parts, backend, ranks, with_random)
         )
         agree(ranks, problem, what)
         if restoring is None:
@@ -308,17 +306,14 @@ def restore_training(
 restore = restore_training
 
 
-def _prepared(
-    path: str, parts: Parts, backend: Backend, ranks: Ranks, with_random: bool, verify: bool,
-    held: contextlib.ExitStack,
-) -> _Restoring:  # fmt: skip
+def _opened(path: str, ranks: Ranks, verify: bool, held: contextlib.ExitStack) -> StoredCheckpoint:
     if not folders.is_there(path):
         raise ConfigurationError(
             f"rank {ranks.world[ranks.rank]} does not see {path}, which rank {ranks.world[0]} restores: a checkpoint "
             "has to be on a file system that all ranks share"
         )
     held.enter_context(folders.being_read(path))
-    return _Restoring(StoredCheckpoint(path, verify), parts, backend, ranks, with_random)
+    return StoredCheckpoint(path, verify)
 
 
 class _Restoring:

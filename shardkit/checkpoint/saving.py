@@ -107,7 +107,8 @@ class Save:
         """Finds out what there is to write, and that all ranks are in this (collective)."""
         _, earlier = attempt(lambda: join_earlier(self.ranks.rank))
         collected, problem = attempt(lambda: self._collect(collect)) if earlier is None else (None, None)
-        digest = "" if collected is None else _digest(collected, self.ranks)
+        facts = "" if collected is None else repr(_facts(collected, self.ranks))
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
         with_state = "" if collected is None else shards_with_state(collected.holder, collected.slots)
         fact = (self.step, self.temporary, self.run, self.kind, digest, with_state)
         what = self.what if earlier is None else "the save before"
@@ -210,10 +211,6 @@ def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
         if isinstance(entry.value, Leaf)
         and (entry.path[0] == "model" or entry.value.copies == ranks.everybody)
     ]
-
-
-def _digest(collected: Collected, ranks: Ranks) -> str:
-    return hashlib.sha256(repr(_facts(collected, ranks)).encode()).hexdigest()[:16]
 
 
 _PathLike = str | os.PathLike[str]

@@ -11,7 +11,9 @@ Checkpoints are those of one process: any world size, and code without this libr
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..fsdp import sharding_of
 from ..fsdp.state import state_of
-from ..types import Framework, Kwargs, SavedState, StateDict, Tree
+from ..types import Framework, SavedState, StateDict, Tree
 from .sharding import Sharding, follow, load_whole_state, whole_state
 
 
@@ -49,7 +51,7 @@ class ShardkitStrategy(DDPStrategy):
 
     # ------------------------------------------------------------ checkpoints
     def get_module_state_dict(self, module: nn.Module) -> StateDict:
-        """Full (collective)."""
+        """Returns a full one (collective)."""
         return _inner(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: SavedState, strict: bool = True) -> None:
@@ -69,14 +71,19 @@ class ShardkitStrategy(DDPStrategy):
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, *args, **kwargs)
-        filled = {k: _Loads(v) if isinstance(v, Optimizer) else v for k, v in state.items()}
+        takes = {
+            k: SimpleNamespace(state_dict=dict, load_state_dict=partial(load_whole_state, v))
+            for k, v in state.items()
+            if isinstance(v, Optimizer)
+        }
+        filled = {**state, **takes}
         rest = super().load_checkpoint(path, filled, *args, **kwargs)
-        state.update({k: v for k, v in filled.items() if not isinstance(v, _Loads)})
+        state.update({k: v for k, v in filled.items() if k not in takes})
         return rest
 
     @classmethod
     def register_strategies(cls, strategy_registry: Framework) -> None:
-        """Under its name."""
+        """Registers it under its name."""
         strategy_registry.register("shardkit", cls, description="shardkit: parameters sharded over ranks")
 
 
@@ -93,19 +100,6 @@ class _Called(nn.Module):
 
 def _inner(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, _Called) else module
-
-
-class _Loads:
-    """An optimizer where a checkpoint is loaded."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> Kwargs:
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        load_whole_state(self._optimizer, state)
 
 
 class _NoSync(_BackwardSyncControl):

@@ -12,11 +12,9 @@ with them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from unittest import mock
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -24,10 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..types import AnyCallable, Framework, StateDict, Tree
+from ..types import AnyCallable, Framework, T, Tree
 from .sharding import Sharding, follow, is_sharded, load_whole_state, whole_state
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class ShardkitPlugin(Sharding):
             ConfigurationError: it is neither; accelerate is set up for its own FSDP, DeepSpeed or Megatron.
         """
         if isinstance(to, Accelerator):
-            _Attached(self, to).to_accelerator()
+            _Attached(self, to)
         elif isinstance(getattr(to, "accelerator", None), Accelerator):
             _of_trainer(self, to)
         else:
@@ -64,9 +60,6 @@ class _Attached:
 
     def __init__(self, plugin: ShardkitPlugin, accelerator: Accelerator) -> None:
         self._plugin, self._accelerator = plugin, accelerator
-
-    def to_accelerator(self) -> None:
-        accelerator = self._accelerator
         kind = str(accelerator.distributed_type.value)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ConfigurationError(
@@ -79,7 +72,7 @@ class _Attached:
             accelerator.__dict__[name] = partial(getattr(self, name), getattr(accelerator, name))
 
     def prepare(self, original: AnyCallable, *args: object, **kwargs: object) -> Tree:
-        """Models first: optimizers follow them, in whatever order they come."""
+        """Shards models first: optimizers follow them, in whatever order they come."""
         for obj in args:
             if isinstance(obj, nn.Module):
                 self._shard(obj)
@@ -102,11 +95,8 @@ class _Attached:
     def _shard(self, model: nn.Module) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             return
-        if (
-            self._accelerator.device_placement
-            and not is_sharded(model)
-            and not hasattr(model, "hf_device_map")
-        ):
+        stays = is_sharded(model) or hasattr(model, "hf_device_map")
+        if self._accelerator.device_placement and not stays:
             model.to(self._accelerator.device)
         self._plugin.shard(model)
 
@@ -126,7 +116,6 @@ class _Attached:
 
 def _of_trainer(plugin: ShardkitPlugin, trainer: Framework) -> None:
     attached = _Attached(plugin, trainer.accelerator)
-    attached.to_accelerator()
     if trainer.model is not None:
         attached._shard(trainer.model)
     if trainer.optimizer is not None:
@@ -146,16 +135,7 @@ def _save(
 
 
 def _save_optimizer(trainer: Framework, original: AnyCallable, output_dir: str) -> None:
-    with _known(trainer.optimizer, trainer.optimizer.state_dict()):
+    """Gives whoever asks for the optimizer's state meanwhile, on one rank alone too, what all ranks have gathered."""
+    state = trainer.optimizer.state_dict()
+    with mock.patch.object(trainer.optimizer, "state_dict", return_value=state):
         original(output_dir)
-
-
-@contextlib.contextmanager
-def _known(optimizer: Framework, state: StateDict) -> Iterator[None]:
-    """Gives this to who asks for an optimizer's state inside of it, on one rank alone too."""
-    before = optimizer.state_dict
-    optimizer.state_dict = lambda: state
-    try:
-        yield
-    finally:
-        optimizer.state_dict = before

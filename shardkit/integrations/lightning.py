@@ -45,7 +45,7 @@ class ShardkitStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank loads a unit at a time."""
+        """Says so, since each rank loads a unit at a time."""
         return True
 
     def setup(self, trainer: Framework) -> None:
@@ -109,7 +109,7 @@ class ShardkitStrategy(DDPStrategy):
 
     # ------------------------------------------------------------ checkpoints
     def lightning_module_state_dict(self) -> StateDict:
-        """Full, on rank 0 (collective)."""
+        """Returns a full one, on rank 0 (collective)."""
         found = self.lightning_module.state_dict()
         return found if self.is_global_zero else {}
 
@@ -125,7 +125,7 @@ class ShardkitStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Framework) -> None:
-        """Under its name."""
+        """Registers it under its name."""
         strategy_registry.register("shardkit", cls, description="shardkit: parameters sharded over ranks")
 
 

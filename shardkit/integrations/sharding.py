@@ -94,10 +94,7 @@ class Sharding:
 
 
 def _not_to_be_split(model: nn.Module) -> list[str]:
-    names: set[str] = set()
-    for m in model.modules():
-        names.update(getattr(m, "_no_split_modules", None) or ())
-    return sorted(names)
+    return sorted({name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()})
 
 
 def _layers(model: nn.Module) -> Iterable[nn.Module]:
@@ -115,7 +112,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 # ------------------------------------------------------------ optimizers
 def follow(optimizer: Optimizer) -> None:
-    """An optimizer that was made before its model was sharded; see :func:`follow_shards`."""
+    """Leads an optimizer that was made before its model was sharded to the shards; see :func:`follow_shards`."""
     if not isinstance(optimizer, OSS | WholeParameters):
         follow_shards(optimizer)
 

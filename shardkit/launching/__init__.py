@@ -7,16 +7,14 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..backend import Backend, backend_for_device, get_backend
 from ..errors import BackendError, ConfigurationError
-from ..types import Args
+from ..types import Args, T
 from .started import StartedRank, note, started_rank
-
-T = TypeVar("T")
 
 
 def launch(
@@ -93,12 +91,14 @@ def _of_machine(world_size: int) -> str | Backend:
 
 
 def _run_as_started_rank(
-    fn: Callable[..., T], world_size: int, backend: Backend, args: Args, started: StartedRank,
+    fn: Callable[..., T],
+    world_size: int,
+    backend: Backend,
+    args: Args,
+    started: StartedRank,
     start_timeout: float | None,
-) -> list[T]:  # fmt: skip
+) -> list[T]:
     """Runs one of the ranks that another program started."""
-    import torch.distributed as dist
-
     if started.world_size != world_size:
         how = f"torchrun --nproc-per-node={world_size}" if started.is_elastic else "other numbers there"
         raise ConfigurationError(
@@ -123,8 +123,6 @@ def _run_as_started_rank(
 
 def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -> None:
     """Makes the process group."""
-    import torch.distributed as dist
-
     if started.is_elastic:
         # The agent's store outlives process groups: what an earlier launch's group wrote there would be taken for this
         # one's, and ranks would look for each other at addresses that are gone.

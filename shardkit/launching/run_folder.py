@@ -46,10 +46,6 @@ class RunFolder:
         return max(taken, default=-1) + 1
 
     @property
-    def page(self) -> Path:
-        return self.path / "failure.txt"
-
-    @property
     def log(self) -> Path:
         return self.path / "agent.log"
 
@@ -61,15 +57,12 @@ class RunFolder:
             return []
         return [Path(line) for line in dict.fromkeys(filter(None, lines))]
 
-    def last_checkpoint(self) -> Path | None:
-        """Returns the complete checkpoint of the most steps; None if there is none."""
-        found = [
-            (int(match[1]), path)
-            for folder in self.checkpoint_dirs()
-            for path in (folder.glob("step-*") if folder.is_dir() else ())
-            if (match := re.fullmatch(r"step-(\d+)", path.name)) and (path / "shardkit.json").is_file()
-        ]
-        return max(found)[1] if found else None
+
+def write_at_once(path: Path, text: str) -> None:
+    """Writes a file that whoever looks finds complete, or as it was."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    os.replace(beside, path)
 
 
 def note_checkpoints(directory: str | os.PathLike[str]) -> None:
@@ -85,32 +78,21 @@ def note_checkpoints(directory: str | os.PathLike[str]) -> None:
 
 
 class Steps:
-    """How many optimizer steps a rank has made: a file in shared memory, which outlives its rank.
+    """Counts optimizer steps of a rank in a file in shared memory, which outlives the rank."""
 
-    Args:
-        create: for the rank; others read.
-    """
-
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            path.write_bytes(_STEPS.pack(0, 0.0))
-        with path.open("r+b" if create else "rb") as file:
-            access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
-            self._map = mmap.mmap(file.fileno(), _STEPS.size, access=access)
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(_STEPS.pack(0, 0.0))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _STEPS.size)
         self._count = 0
 
     def add(self) -> None:
         self._count += 1
         _STEPS.pack_into(self._map, 0, self._count, time.time())
 
-    def read(self) -> tuple[int, float]:
-        """Steps, and when the last one ended."""
-        count, when = _STEPS.unpack_from(self._map)
-        return int(count), float(when)
-
 
 def steps_of(path: Path) -> tuple[int, float]:
-    """Returns the same from outside; (0, 0.0) where the rank has not begun."""
+    """Reads a rank's steps, and when the last one ended; (0, 0.0) where the rank has not begun."""
     try:
         count, when = _STEPS.unpack_from(path.read_bytes())
     except (OSError, struct.error):

@@ -25,9 +25,18 @@ from ..types import T
 
 _NOTE = "SHARDKIT_RANK_PROCESS"
 _NAMES = (
-    "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK",
-)  # fmt: skip
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+)
 _NO_STEP = 4294967290  # from here on Slurm's step numbers are the batch script and the like
 _PR_SET_PDEATHSIG = 1
 _PORTS = (20000, 10000)  # the first, and how many, for jobs that were given none
@@ -79,7 +88,7 @@ def started_rank(environment: Mapping[str, str] = os.environ) -> StartedRank | N
 
 
 def note(process: int | None = None) -> None:
-    """This process's variables are its own. See [Note: inherited variables].
+    """Notes that this process's variables are its own. See [Note: inherited variables].
 
     Args:
         process: its number; 0: they are nobody's, since a launch that has ended its work of starting ranks set them.
@@ -121,12 +130,10 @@ def _plain(environment: Mapping[str, str]) -> StartedRank | None:
     address = environment.get("MASTER_ADDR", "")
     if found is None or not (address or is_elastic) or not found[0] < found[1]:
         return None
-    return StartedRank(
-        "torchrun" if is_elastic else "RANK and WORLD_SIZE in the environment",
-        found[0], found[1],
-        _number(environment, "LOCAL_RANK", None), _number(environment, "LOCAL_WORLD_SIZE", None),
-        address, _number(environment, "MASTER_PORT", 0), is_elastic,
-    )  # fmt: skip
+    by = "torchrun" if is_elastic else "RANK and WORLD_SIZE in the environment"
+    local, here = (_number(environment, name, None) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    port = _number(environment, "MASTER_PORT", 0)
+    return StartedRank(by, found[0], found[1], local, here, address, port, is_elastic)
 
 
 def _slurm(environment: Mapping[str, str]) -> StartedRank | None:
@@ -137,12 +144,11 @@ def _slurm(environment: Mapping[str, str]) -> StartedRank | None:
         return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
     per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    here = re.fullmatch(r"(\d+)(\(x\d+\))?", per_node)  # where all nodes have the same number
-    return StartedRank(
-        "srun", found[0], found[1], _number(environment, "SLURM_LOCALID", None), int(here[1]) if here else None,
-        environment.get("MASTER_ADDR") or first_host(nodes),
-        _port(environment, f"{environment.get('SLURM_JOB_ID', '')}.{step}"),
-    )  # fmt: skip
+    alike = re.fullmatch(r"(\d+)(\(x\d+\))?", per_node)  # where all nodes have the same number
+    local, here = _number(environment, "SLURM_LOCALID", None), int(alike[1]) if alike else None
+    address = environment.get("MASTER_ADDR") or first_host(nodes)
+    port = _port(environment, f"{environment.get('SLURM_JOB_ID', '')}.{step}")
+    return StartedRank("srun", found[0], found[1], local, here, address, port)
 
 
 def first_host(nodes: str) -> str:

@@ -33,7 +33,7 @@ class _Stopping:
         self._counts = threading.local()
 
     def install(self) -> None:
-        """From now on the first SIGTERM is a request; another one ends the process."""
+        """Takes the first SIGTERM from now on for a request; another one ends the process."""
         if self._installed == os.getpid() or threading.current_thread() is not threading.main_thread():
             return
         self._installed = os.getpid()
@@ -62,7 +62,7 @@ class _Stopping:
         return bool(counts.answer)
 
     def _exchange(self, group: Group) -> None:
-        """This rank was asked, and how many calls take a second here: the slowest rank's number counts (collective)."""
+        """Tells that this rank was asked, and how many calls take a second: the slowest rank's counts (collective)."""
         counts, now = self._counts, time.monotonic()
         rate = counts.calls / max(now - counts.since, 1e-6)
         wanted = max(1, min(int(rate * _SECONDS), _GROWTH * counts.calls, _MOST))

@@ -38,14 +38,14 @@ class UnitFacts:
     """
 
     name: str
-    kind: str
     parameters: int
     dtype: str
     shard: int
     gathered: int
-    padding: float
     stays: str
-    on_host: str
+    kind: str = ""
+    padding: float = 0.0
+    on_host: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,26 @@ class Summary:
     units: Sequence[UnitFacts]
     warnings: Sequence[str] = field(default_factory=list)
 
-    _HEAD = (
-        "unit",
-        "class",
-        "parameters",
-        "dtype",
-        "on this rank",
-        "gathered",
-        "padding",
-        "stays",
-        "on the host",
-    )
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = [
-            (u.name, u.kind, f"{u.parameters:,}", u.dtype, in_bytes(u.shard), in_bytes(u.gathered),
-             f"{100 * u.padding:.1f} %", u.stays, u.on_host)
-            for u in self.units
-        ]  # fmt: skip
-        total, shard = sum(u.parameters for u in self.units), sum(u.shard for u in self.units)
-        return [*rows, ("all", "", f"{total:,}", "", in_bytes(shard), "", "", "", "")]
-
     def __str__(self) -> str:
-        lines = [self.title, plain_table(self._HEAD, self._rows(), right=(2, 4, 5, 6))]
+        rows = [
+            {
+                "unit": u.name,
+                "class": u.kind,
+                "parameters": f"{u.parameters:,}",
+                "dtype": u.dtype,
+                "on this rank": in_bytes(u.shard),
+                "gathered": in_bytes(u.gathered),
+                "padding": f"{100 * u.padding:.1f} %",
+                "stays": u.stays,
+                "on the host": u.on_host,
+            }
+            for u in self.units
+        ]
+        total, shard = sum(u.parameters for u in self.units), sum(u.shard for u in self.units)
+        rows.append({"unit": "all", "parameters": f"{total:,}", "on this rank": in_bytes(shard)})
+        head = list(rows[0])
+        cells = [[row.get(name, "") for name in head] for row in rows]
+        lines = [self.title, plain_table(head, cells, right=(2, 4, 5, 6))]
         return "\n".join([*lines, *[f"! {text}" for text in self.warnings]])
 
 
@@ -119,14 +116,19 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
     options, flats = state.options, state.flats
     numel = sum(sum(f.layout.numels) for f in flats)
     padded = sum(f.layout.padded_numel for f in flats)
-    written = sum(original.written.numel() for f in flats for original in f.originals)
     return UnitFacts(
-        clean(path) or "(the root)", type(state.module).__name__, written, ", ".join(dict.fromkeys(map(_dtype, flats))),
-        sum(f.param.numel() * f.param.element_size() for f in flats),
-        sum(max(f.layout.padded_numel * f.compute_dtype.itemsize, f.store.gathered.nbytes) for f in flats),
-        (padded - numel) / padded if padded else 0.0, _stays(state, is_root),
-        _on_host(options.offload, flats),
-    )  # fmt: skip
+        name=clean(path) or "(the root)",
+        kind=type(state.module).__name__,
+        parameters=sum(original.written.numel() for f in flats for original in f.originals),
+        dtype=", ".join(dict.fromkeys(map(_dtype, flats))),
+        shard=sum(f.param.nbytes for f in flats),
+        gathered=sum(
+            max(f.layout.padded_numel * f.compute_dtype.itemsize, f.store.gathered.nbytes) for f in flats
+        ),
+        padding=(padded - numel) / padded if padded else 0.0,
+        stays=_stays(state, is_root),
+        on_host=_on_host(options.offload, flats),
+    )
 
 
 def _on_host(offload: OffloadPolicy, flats: Sequence[FlatParam]) -> str:
@@ -145,11 +147,8 @@ def _stays(state: ShardingState, is_root: bool) -> str:
         return "what is frozen" if any(f.trains for f in state.flats) else "always"
     if reshard.after_forward is False or (is_root and not reshard.root):
         return "to backward"
-    return (
-        ""
-        if state.post_forward_mesh is None
-        else f"to backward, over {state.post_forward_mesh.world_size} ranks"
-    )
+    mesh = state.post_forward_mesh
+    return "" if mesh is None else f"to backward, over {mesh.world_size} ranks"
 
 
 def _dtype(flat: FlatParam) -> str:
@@ -178,9 +177,8 @@ def _warnings(units: Sequence[UnitFacts], world_size: int) -> list[str]:
 
 def _of_owners(model: ShardedDDP) -> Summary:
     group = model._group
-    rows: list[UnitFacts] = []
-    for k, optimizer in enumerate(model._sharded_optimizers):
-        rows += [_owned(optimizer, rank, k) for rank in range(group.world_size)]
+    owned = enumerate(model._sharded_optimizers)
+    rows = [_owned(optimizer, rank, k) for k, optimizer in owned for rank in range(group.world_size)]
     where = f"{counted(group.world_size, 'rank')} (this is {group.rank})"
     title = f"{type(model.module).__name__} under ShardedDDP on {where}"
     return Summary(title + _order(model._connected().policy, group.world_size), rows)
@@ -194,9 +192,11 @@ def _order(reduce: ReducePolicy, world_size: int) -> str:
 def _owned(optimizer: OSS, rank: int, number: int) -> UnitFacts:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     own: list[torch.Tensor] = [p for p in params if p.requires_grad and optimizer.owner_of(p) == rank]
-    nbytes = sum(p.numel() * p.element_size() for p in own)
-    dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in own))
     return UnitFacts(
-        f"optimizer {number}, rank {rank} owns", "", sum(p.numel() for p in own), dtypes, nbytes,
-        sum(p.numel() * p.element_size() for p in params), 0.0, "always", "",
-    )  # fmt: skip
+        name=f"optimizer {number}, rank {rank} owns",
+        parameters=sum(p.numel() for p in own),
+        dtype=", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in own)),
+        shard=sum(p.nbytes for p in own),
+        gathered=sum(p.nbytes for p in params),
+        stays="always",
+    )

@@ -18,6 +18,7 @@ from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import Framework, ProcessGroup
 from .ranges import What, listen, now, stop_listening
+from .recording import part_path
 from .timeline import WAITING, is_collective
 
 Number: TypeAlias = float | int | torch.Tensor
@@ -174,8 +175,10 @@ class Metrics:
             return
         record = self._record()
         self._forget()
-        if self._over_ranks:
-            record = combined(record, self._group)
+        if self._over_ranks and self._group.world_size > 1:
+            control = self._group.channel("control")
+            sent = control.all_gather_bytes(json.dumps(record).encode(), label="metrics")
+            record = of_ranks([json.loads(data) for data in sent])
         for sink in self._sinks:
             sink.write(record)
 
@@ -212,7 +215,7 @@ def _mean(values: Sequence[Number]) -> float:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: at most so far, in tensors of a device that counts them, else of the process."""
+    """Returns the most bytes so far, in tensors of a device that counts them, else of the process."""
     counts = getattr(torch.accelerator, "max_memory_allocated", None)
     accelerator = torch.accelerator.current_accelerator()
     if counts is not None and accelerator is not None and device.type == accelerator.type:
@@ -241,16 +244,8 @@ def _sink(
     )
 
 
-def combined(record: Record, group: Group) -> Record:
-    """Combines the records of all ranks (collective)."""
-    if group.world_size == 1:
-        return record
-    sent = group.channel("control").all_gather_bytes(json.dumps(record).encode(), label="metrics")
-    return of_ranks([json.loads(data) for data in sent])
-
-
 def of_ranks(records: Sequence[Record]) -> Record:
-    """Rates and bytes are sums, times and memory those of the rank that has most, everything else is a mean."""
+    """Sums rates and bytes, takes times and memory of the rank that has most, and the mean of everything else."""
     found: Record = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
@@ -277,7 +272,7 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
         path = Path(path)
         if rank is not None:
-            path = path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
+            path = part_path(path, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", buffering=1)
 

@@ -81,7 +81,7 @@ def listeners_here() -> tuple[Listener, ...]:
 
 
 def listen(listener: Listener) -> None:
-    """From now on ``listener`` hears of the ranges of the calling thread's rank."""
+    """Lets ``listener`` hear of the ranges of the calling thread's rank, from now on."""
     with _lock:
         me = threading.get_ident()
         _listeners[me] = (*_listeners.get(me, ()), listener)

@@ -140,7 +140,7 @@ class Recorder:
         self.events.append(_Event(what, start, end, threading.get_ident(), marks))
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
-        """Numbers are for metrics."""
+        """Does nothing: numbers are for metrics."""
 
     def part(self) -> TracePart:
         """Returns everything, in the form that travels."""
@@ -194,11 +194,3 @@ def read_part(path: Path) -> TracePart:
         raise DamagedFileError(f"{path} is no part of a trace of shardkit's (format {FORMAT})")
     part: TracePart = found  # type: ignore[assignment]
     return part
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is complete or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)

@@ -184,7 +184,7 @@ def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
 
 
 def _flows(slices: dict[int, list[Slice]]) -> Iterator[Json]:
-    """Lines between the same collective on its ranks, from the first that came to the last."""
+    """Yields lines between the same collective on its ranks, from the first that came to the last."""
     for number, (what, arrivals) in enumerate(collectives(slices)):
         same: Json = {"cat": "collective", "name": what.name, "id": number}
         in_order = sorted(arrivals.items(), key=lambda item: item[1].start)

@@ -29,9 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, RankMismatchError
+from ..launching.run_folder import write_at_once
 from ..types import AnyCallable, Args, Framework, Kwargs, ProcessGroup, Tree
 from .ranges import Heard, What, leave, listen, now, stop_listening
-from .recording import Recorder, compare_clocks, part_path, write_atomically
+from .recording import Recorder, compare_clocks, part_path
 from .timeline import merged
 
 # By thread, for ranks may be threads of one process. Torch's hooks for all optimizers are registered once and for good:
@@ -118,7 +119,7 @@ _patched: list[tuple[Framework, AnyCallable]] = []
 
 
 def hear_of_data() -> None:
-    """From now on, the time in which a batch is waited for is a range."""
+    """Makes a range of the time in which a batch is waited for, from now on."""
     global _waits
     with _lock:
         _waits += 1
@@ -241,15 +242,18 @@ class Tracer:
         group: the ranks.
 
     Attributes:
-        path: the same.
-        group: the same.
         is_done: the file is written.
     """
 
     def __init__(self, path: str | os.PathLike[str], steps: range | None, group: Group) -> None:
         self.path, self.group = Path(path), group
         self.is_done = False
-        self._steps = _checked(steps)
+        is_range = isinstance(steps, range) and steps.step == 1 and len(steps) > 0 and steps.start >= 0
+        if steps is not None and not is_range:
+            raise ConfigurationError(
+                f"steps={steps!r}: say which steps are traced as range(10, 12), for the eleventh and the twelfth"
+            )
+        self._steps = steps
         self._recorder: Recorder | None = None
         self._layers: LayerWatch | None = None
         self._watch = StepWatch(self._step_ended)
@@ -308,9 +312,8 @@ class Tracer:
         parts = self.group.gather_object(sent, 0, label="parts of a trace")
         self.is_done = True
         if parts is not None:
-            write_atomically(
-                self.path, json.dumps(merged([json.loads(zlib.decompress(part)) for part in parts]))
-            )
+            whole = merged([json.loads(zlib.decompress(part)) for part in parts])
+            write_at_once(self.path, json.dumps(whole))
             logger.info("%s has a trace of %d ranks: shardkit trace %s", self.path, len(parts), self.path)
 
     def abandon(self) -> None:
@@ -319,7 +322,7 @@ class Tracer:
         recorder = self._stop()
         if recorder is not None and recorder.events:
             rank = self.group.ranks[self.group.rank]
-            write_atomically(part_path(self.path, rank), json.dumps(recorder.part()))
+            write_at_once(part_path(self.path, rank), json.dumps(recorder.part()))
 
     def _stop(self) -> Recorder | None:
         recorder, self._recorder = self._recorder, None
@@ -341,16 +344,6 @@ class Tracer:
             self.end()
         elif count == self._steps.start:
             self.begin()
-
-
-def _checked(steps: range | None) -> range | None:
-    if steps is None:
-        return None
-    if not isinstance(steps, range) or steps.step != 1 or len(steps) == 0 or steps.start < 0:
-        raise ConfigurationError(
-            f"steps={steps!r}: say which steps are traced as range(10, 12), for the eleventh and the twelfth"
-        )
-    return steps
 
 
 @contextmanager

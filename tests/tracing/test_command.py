@@ -83,8 +83,8 @@ def test_times_add_up(tmp_path: Path) -> None:
     assert found.busy_us[0] == pytest.approx(22_300, rel=0.01)
     assert found.busy_us[1] == pytest.approx(42_300, rel=0.01)
     assert found.units["b"].exposed["all_gather"] == pytest.approx(4_000, rel=0.01)
-    assert found.units["b"].backward == pytest.approx(10_100, rel=0.02)
-    assert tuple(found.late[0].cause) == (1, "data", "DataLoader")
+    assert found.units["b"].work["backward"] == pytest.approx(10_100, rel=0.02)
+    assert (found.late[0].rank, *found.late[0].place) == (1, "data", "DataLoader")
     assert found.late[0].total_us == pytest.approx(40_000, rel=0.01)
 
 

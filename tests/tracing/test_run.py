@@ -42,7 +42,7 @@ def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
     assert f"shardkit trace {tmp_path / 'runs' / 'a'}" in done.stderr
     found = analyse(of_events(read_events([tmp_path / "runs" / "a"])))
     assert found.steps == traced
-    assert tuple(found.late[0].cause) == (1, "forward", "1")
+    assert (found.late[0].rank, *found.late[0].place) == (1, "forward", "1")
 
 
 def test_steps_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_what_makes_a_rank_late_is_named(tmp_path: Path, backend: str, way: str,
     check_file(json.loads(path.read_text()), ranks=2, steps=[1, 2])
     found = analyse(of_events(read_events([path])))
     first = found.late[0]
-    assert tuple(first.cause) == (1, *PHASES[slow])
+    assert (first.rank, *first.place) == (1, *PHASES[slow])
     assert first.total_us > 0.6e6 * 2 * SLOW
     change = next(a.change for a in advice(found) if a.found.startswith("rank 1 takes"))
     assert ("cost=" in change, "partition" in change) == (slow == "step", False)

@@ -18,7 +18,7 @@ import torch
 
 from ...torch_seams.strided_views import memory_of
 from ...types import Tree
-from .data_pickle import NotData, read
+from .data_pickle import NotData, PickleMachine
 
 LOCAL = b"PK\x03\x04"
 _HEADER = 30  # bytes of a local header before the name; lengths of name and extra field end it
@@ -49,9 +49,9 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
 
 
 class View:
-    """Some bytes of a file, as a file."""
+    """Some bytes of a file, as a file; so many that are read, or those that are written from ``start`` on."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, length: int = 0) -> None:
         self._file, self._start, self._length = file, start, length
         self._at = 0
 
@@ -76,6 +76,15 @@ class View:
         data = self.read(len(target))
         target[: len(data)] = data
         return len(data)
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.write(data)
+        self._at += count
+        return count
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def seekable(self) -> bool:
         return True
@@ -113,26 +122,24 @@ class Archive:
         return io.BytesIO(self._record("data.pkl"))
 
     def where(self, key: str) -> tuple[int, int, int | None]:
-        """First byte, number of bytes and CRC-32 (None: the file has none) of a storage."""
+        """Finds first byte, number of bytes and CRC-32 (None: the file has none) of a storage."""
+        entry = self._entry(key)
+        return self._start(entry), entry.file_size, entry.CRC if self._has_checksums else None
+
+    def fill(self, key: str, storage: torch.UntypedStorage) -> None:
+        """Reads a storage; raises Damage where something is wrong with it."""
+        entry = self._entry(key)
+        if entry.file_size != storage.nbytes() or entry.compress_size != entry.file_size:
+            raise Damage(f"its record data/{key} has {entry.file_size} bytes, expected {storage.nbytes()}")
+        crc = _read_into(self._file, self._start(entry), storage)
+        if self._has_checksums and crc != entry.CRC:
+            raise Damage(f"the checksum of its record data/{key} is {crc:#010x}, expected {entry.CRC:#010x}")
+
+    def _entry(self, key: str) -> zipfile.ZipInfo:
         entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
         if entry is None:
             raise Damage(f"its record data/{key} is missing")
-        return self._start(entry), entry.file_size, entry.CRC if self._has_checksums else None
-
-    def fill(self, key: str, storage: torch.UntypedStorage) -> str | None:
-        """Reads a storage; returns what is wrong with it."""
-        entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
-        if entry is None:
-            return f"its record data/{key} is missing"
-        if entry.file_size != storage.nbytes() or entry.compress_size != entry.file_size:
-            return f"its record data/{key} has {entry.file_size} bytes, expected {storage.nbytes()}"
-        try:
-            crc = _read_into(self._file, self._start(entry), storage)
-        except Damage as damage:
-            return str(damage)
-        if self._has_checksums and crc != entry.CRC:
-            return f"the checksum of its record data/{key} is {crc:#010x}, expected {entry.CRC:#010x}"
-        return None
+        return entry
 
     def _start(self, entry: zipfile.ZipInfo) -> int:
         self._file.seek(entry.header_offset)
@@ -174,7 +181,7 @@ class Legacy:
         def nothing(*_: object) -> NoReturn:
             raise NotData("an object where the head of the file should be")
 
-        return read(self.pickle(), {}, nothing, nothing)
+        return PickleMachine({}, nothing, nothing).run(self.pickle())
 
     def pickle(self) -> IO[bytes]:
         """Returns the object's pickle, which comes next."""
@@ -209,13 +216,9 @@ class Legacy:
         return wrong + [(key, "it is missing") for key in self._expected if key not in keys]
 
     def where(self, key: str) -> tuple[int, int, int | None]:
-        """First byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
+        """Finds first byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
         return self._begins[key], self._expected[key][0], None
 
-    def fill(self, key: str, storage: torch.UntypedStorage) -> str | None:
-        """Reads a storage; returns what is wrong with it."""
-        try:
-            _read_into(self._file, self._begins[key], storage)
-        except Damage as damage:
-            return str(damage)
-        return None
+    def fill(self, key: str, storage: torch.UntypedStorage) -> None:
+        """Reads a storage; raises Damage where it is cut off."""
+        _read_into(self._file, self._begins[key], storage)

@@ -20,10 +20,20 @@ from typing import IO, Any, TypeAlias
 
 from ...types import AnyCallable, Memo, SavedState, Tree
 
-_VALUES = frozenset(
-    {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING",
-     "BINSTRING", "BINBYTES", "SHORT_BINBYTES"}
-)  # fmt: skip
+_VALUES = {
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "LONG4",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "SHORT_BINSTRING",
+    "BINSTRING",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 Data: TypeAlias = Any
 """A value of a file, of which nothing is known."""
@@ -84,28 +94,20 @@ def named_globals(source: IO[bytes]) -> set[str]:
     return names
 
 
-def read(
-    source: IO[bytes],
-    names: SavedState,
-    storage: Callable[[tuple[object, ...]], Data],
-    build: Callable[[object, object], None],
-) -> Data:
-    """Returns the object of one pickle. ``source`` stands behind its end afterwards.
+def _dotted(argument: object) -> str:
+    module, _, name = str(argument).partition(" ")
+    return f"{_MODERN.get(module, module)}.{name}"
+
+
+class PickleMachine:
+    """Reads one pickle.
 
     Args:
         names: what names in the file (``module.name``) are: a :class:`Function`, a :class:`PickleHandle`, or a value.
         storage: returns the storage that a persistent id stands for.
         build: sets the state of an object that a function returned; raises NotData for any other.
     """
-    return _Machine(names, storage, build).run(source)
 
-
-def _dotted(argument: object) -> str:
-    module, _, name = str(argument).partition(" ")
-    return f"{_MODERN.get(module, module)}.{name}"
-
-
-class _Machine:
     def __init__(
         self,
         names: SavedState,
@@ -134,6 +136,7 @@ class _Machine:
         }
 
     def run(self, source: IO[bytes]) -> Tree:
+        """Returns the object of a pickle. ``source`` stands behind its end afterwards."""
         argument: Data
         for opcode, argument, position in pickletools.genops(source):
             name, self._at = opcode.name, position or 0

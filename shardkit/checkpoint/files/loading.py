@@ -17,14 +17,21 @@ from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...torch_seams.module_versions import versions_of
 from ...types import IncompatibleKeys, SavedState, StateDict, Tree
 from .archive import LOCAL, Archive, Damage, Legacy, View
-from .data_pickle import Data, NotData, named_globals, read
+from .data_pickle import Data, NotData, PickleMachine, named_globals
 from .rebuilding import Storage, StorageType, build, names, whole, without_values
 
 # What a pickle that is no pickle, or parts that don't fit, come out as.
 UNREADABLE = (
-    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError, EOFError, MemoryError,
-    RecursionError, NotImplementedError, struct.error,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+    EOFError,
+    MemoryError,
+    struct.error,
+)
 
 
 def load(
@@ -71,7 +78,7 @@ def load_data(file: BinaryIO, size: int, name: str, map_location: torch.device |
 
 @contextmanager
 def guarded(name: str) -> Iterator[None]:
-    """Inside, a file by this name is read: raises what is found in it as errors for users."""
+    """Raises what is found in a file by this name, which is read inside, as errors for users."""
     try:
         yield
     except NotData as found:
@@ -148,7 +155,7 @@ class Reading:
     def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
         source = self.archive.pickle()
         source.seek(self._start)
-        return read(source, named, storage, build)
+        return PickleMachine(named, storage, build).run(source)
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
         """Reads the storage that a persistent id stands for."""
@@ -160,9 +167,10 @@ class Reading:
             return self._storage_without_bytes(name)
         self._left -= size
         storage = Storage(torch.UntypedStorage(size), kind.dtype)
-        wrong = self.archive.fill(key, storage.memory)
-        if wrong is not None:
-            self._wrong.append((key, wrong))
+        try:
+            self.archive.fill(key, storage.memory)
+        except Damage as damage:
+            self._wrong.append((key, str(damage)))
         self.storages[key], self._locations[key] = storage, location
         return storage
 

@@ -14,10 +14,19 @@ from ...types import AnyCallable, SavedState, StateDict, Tree
 from .data_pickle import Data, Function, NotData, PickleHandle, key_of
 
 STORAGES = {
-    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
-}  # fmt: skip
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+}
 _NUMBERS = frozenset("?bBhHiIlLqQefdFD")  # numpy's characters: booleans, integers, floats, complex numbers
 # What looks at values while it is made.
 LOOKING = frozenset(
@@ -80,21 +89,23 @@ def _view(storage: Data, dtype: Data, offset: Data, size: Data, stride: Data) ->
     )
 
 
-def _tensor(storage: Data, offset: Data, size: Data, stride: Data) -> torch.Tensor:
-    return _view(storage, storage.dtype if type(storage) is Storage else None, offset, size, stride)
-
-
-def _tensor_v2(
-    storage: Data, offset: Data, size: Data, stride: Data, requires_grad: Data, hooks: Data, metadata: Data = None
-) -> torch.Tensor:  # fmt: skip
+def _tensor(storage: Data, offset: Data, size: Data, stride: Data, *more: Data) -> torch.Tensor:
+    """Makes a tensor of the storage's dtype: torch's functions of versions 1 and 2, which takes more."""
     dtype = storage.dtype if type(storage) is Storage else None
-    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata)
+    requires_grad, hooks, *metadata = more or (False, None)
+    return _tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, *metadata)
 
 
 def _tensor_v3(
-    storage: Data, offset: Data, size: Data, stride: Data, requires_grad: Data, hooks: Data, dtype: Data,
+    storage: Data,
+    offset: Data,
+    size: Data,
+    stride: Data,
+    requires_grad: Data,
+    hooks: Data,
+    dtype: Data,
     metadata: Data = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if metadata:
         raise NotData("a tensor with metadata (conjugate or negative views)")
     if hooks:
@@ -102,14 +113,10 @@ def _tensor_v3(
     return _view(storage, dtype, offset, size, stride).requires_grad_(bool(requires_grad))
 
 
-def _parameter(data: Data, requires_grad: Data, hooks: Data) -> nn.Parameter:
+def _parameter(data: Data, requires_grad: Data, hooks: Data, state: Data = None) -> nn.Parameter:
     if not isinstance(data, torch.Tensor) or hooks:
         raise NotData("a parameter with hooks, or without values")
-    return nn.Parameter(data.detach(), requires_grad=bool(requires_grad))
-
-
-def _parameter_with_state(data: Data, requires_grad: Data, hooks: Data, state: Data) -> nn.Parameter:
-    return _with_attributes(_parameter(data, requires_grad, hooks), state)
+    return _with_attributes(nn.Parameter(data.detach(), requires_grad=bool(requires_grad)), state)
 
 
 def _with_attributes(tensor: Data, state: Data) -> Data:
@@ -169,7 +176,7 @@ def _layout(name: Data) -> Data:
 
 # ------------------------------------------------------------ containers and numbers
 def _encode(text: Data, encoding: Data = "latin1") -> bytes:
-    """Bytes, which protocol 2 writes as text."""
+    """Makes bytes, which protocol 2 writes as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise NotData(f"text in {_short(encoding)}")
     return text.encode("latin1")
@@ -249,10 +256,10 @@ def build(made: Data, state: Data) -> None:
 def _names_of_all() -> StateDict:
     functions: dict[str, AnyCallable] = {
         "_rebuild_tensor": _tensor,
-        "_rebuild_tensor_v2": _tensor_v2,
+        "_rebuild_tensor_v2": _tensor,
         "_rebuild_tensor_v3": _tensor_v3,
         "_rebuild_parameter": _parameter,
-        "_rebuild_parameter_with_state": _parameter_with_state,
+        "_rebuild_parameter_with_state": _parameter,
         "_rebuild_sparse_tensor": _sparse,
         "_rebuild_meta_tensor_no_storage": _meta,
     }

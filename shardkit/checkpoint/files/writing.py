@@ -56,11 +56,9 @@ def write_atomically(
         os.replace(temporary, target)
         sync(folder)
     except OSError as error:
-        raise FileNotWrittenError(
-            f"{os.fspath(path)} was not written ({error.strerror or error}); "
-            + ("the file that was there is whole" if old is not None else "there is no such file"),
-            error.errno,
-        ) from error
+        there = "the file that was there is whole" if old is not None else "there is no such file"
+        what = f"{os.fspath(path)} was not written ({error.strerror or error}); {there}"
+        raise FileNotWrittenError(what, error.errno) from error
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -94,11 +92,9 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
     except OSError as error:
         if isinstance(error, ShardkitError):
             raise
-        raise FileNotWrittenError(
-            f"{path} was not written ({error.strerror or error}); "
-            + ("what was there is whole" if os.path.lexists(target) else "there is no such folder"),
-            error.errno,
-        ) from error
+        there = "what was there is whole" if os.path.lexists(target) else "there is no such folder"
+        what = f"{path} was not written ({error.strerror or error}); {there}"
+        raise FileNotWrittenError(what, error.errno) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -184,27 +180,14 @@ def sync(path: str) -> None:
 
 
 def save(obj: object, path: str | os.PathLike[str]) -> None:
-    """``torch.save``, but a kill, a crash or a full disk leaves the file that was there, and all bytes have checksums.
-
-    ``torch.load`` reads the file as any other; :func:`shardkit.load` compares the checksums. It is written beside the
-    old one, synced and renamed: for a moment the disk holds both.
-
-    Args:
-        obj: what ``torch.save`` takes; what :func:`shardkit.load` shall read is tensors, numbers, strings, containers
-            of them and numpy arrays of numbers.
-        path: a regular file, or none yet, in a folder that exists.
-
-    Raises:
-        FileNotWrittenError: the disk is full, or the folder is missing or can't be written to (also an OSError).
-        ConfigurationError: the path is a folder, a pipe or a device.
-    """
+    """Writes one object as :func:`shardkit.save` says."""
     with write_atomically(path) as file, _checksums():
         GuardedFile(file).save(obj)
 
 
 @contextlib.contextmanager
 def _checksums() -> Iterator[None]:
-    """torch can be told to leave them out."""
+    """Has torch write checksums inside, for it can be told to leave them out."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -229,7 +212,7 @@ class GuardedFile:
         return len(data)
 
     def flush(self) -> None:
-        """torch asks for it before the end."""
+        """Does nothing; torch asks for it before the end."""
 
     def save(self, obj: object) -> None:
         """Does ``torch.save``; raises the error of a failed write."""

@@ -108,7 +108,12 @@ def keep_newest(folder: str, count: int | None, new: int) -> None:
     there = complete(folder)
     others = [step for step in there if step != new]
     for step in [] if count is None else others[: max(0, len(there) - count)]:
-        _remove(folder, step, there.pop(step))
+        path = there.pop(step)
+        with _for_removal(path) as free, contextlib.suppress(OSError):  # others' files, or removed by others
+            if free:
+                gone = _temporary(folder, step, "part")
+                os.rename(path, gone)
+                shutil.rmtree(gone, ignore_errors=True)
     later = [step for step in there if step > new]
     if later:
         logger.warning(
@@ -120,18 +125,9 @@ def keep_newest(folder: str, count: int | None, new: int) -> None:
         )
 
 
-def _remove(folder: str, step: int, path: str) -> None:
-    with _for_removal(path) as free:
-        if free:
-            gone = _temporary(folder, step, "part")
-            with contextlib.suppress(OSError):  # others' files, or removed by others
-                os.rename(path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def being_read(path: str) -> Iterator[None]:
-    """Inside, saves do not remove this checkpoint."""
+    """Keeps saves from removing this checkpoint, inside."""
     if fcntl is None:
         yield
         return

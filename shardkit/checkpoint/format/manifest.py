@@ -14,8 +14,9 @@ import io
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +25,7 @@ from ...types import StateDict, Tree
 from ...version import __version_tuple__
 from ..files.loading import load_data
 from ..files.writing import write_atomically
-from .metadata import METADATA, Path, Record, read_metadata
+from .metadata import METADATA, Path, Record, read_metadata, typed
 
 XXH3 = "xxh3_64"
 SHA256 = "sha256"
@@ -71,7 +72,6 @@ def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:
 FORMAT = 1
 NAME = "shardkit.json"
 _OWN = "hash_of_this"
-T = TypeVar("T")
 
 
 class ManifestItem(NamedTuple):
@@ -127,6 +127,12 @@ class Manifest:
     versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions_here())
     written: str = dataclasses.field(default_factory=lambda: now())
     format: int = FORMAT
+
+    @property
+    def facts(self) -> StateDict:
+        """Lists what is known of the checkpoint beside what it holds."""
+        known = {name: getattr(self, name) for name in ("step", "world_size", "written", "run")}
+        return {**known, "versions": dict(self.versions)}
 
     def to_json(self) -> str:
         """Returns text with a checksum of its own; keys as they are declared above."""
@@ -191,25 +197,19 @@ def _hash_of(values: Mapping[str, object], kind: str) -> str:
 
 def _manifest_of(values: Mapping[str, object]) -> Manifest:
     files = {}
-    for name, stored in _typed(values["files"], dict).items():
+    kinds: dict[str, type] = dict.fromkeys(("step", "world_size", "format"), int)
+    kinds |= dict.fromkeys(("run", "hash", "written"), str)
+    facts: StateDict = {name: typed(values[name], kind, name) for name, kind in kinds.items()}
+    for name, stored in typed(values["files"], dict, "files").items():
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise ValueError(f"{name!r} is no name of a file in the folder")
-        items = tuple(
-            ManifestItem(_typed(n, str), _typed(o, int), _typed(k, int), _typed(h, str))
-            for n, o, k, h in stored["items"]
-        )
-        files[name] = StoredFile(_typed(stored["bytes"], int), _typed(stored["hash"], str), items)
-    kinds = dict.fromkeys(("step", "world_size", "format"), int) | dict.fromkeys(
-        ("run", "hash", "written"), str
-    )
-    facts: StateDict = {name: _typed(values[name], kind) for name, kind in kinds.items()}
-    return Manifest(files=files, versions=_typed(values["versions"], dict), **facts)
-
-
-def _typed(value: object, kind: type[T]) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
+        items = [ManifestItem(*values) for values in stored["items"]]
+        for item in items:
+            for value, kind in zip(item, (str, int, int, str), strict=True):
+                typed(value, kind, f"something of {name!r}")
+        size, digest = typed(stored["bytes"], int, "a size"), typed(stored["hash"], str, "a checksum")
+        files[name] = StoredFile(size, digest, tuple(items))
+    return Manifest(files=files, versions=typed(values["versions"], dict, "versions"), **facts)
 
 
 _BLOCK = 1 << 20  # bytes
@@ -261,38 +261,43 @@ def _damages_of(path: str, name: str, stored: StoredFile, kind: str) -> Iterator
     except FileNotFoundError:
         yield DamagedItem(name, None, "is missing")
         return
-    found = False
-    whole = new_hasher(kind)
-    with open(path, "rb") as file:
-        for item in stored.items:
-            for block in _blocks(file, item.offset - file.tell()):
-                whole.update(block)  # nothing lies between items, as DCP writes them
-            own = new_hasher(kind)
-            for block in _blocks(file, item.length):
-                own.update(block)
-                whole.update(block)
-            if file.tell() < item.offset + item.length:
-                found = True
-                yield DamagedItem(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
-            elif own.hexdigest() != item.hash:
-                found = True
-                yield DamagedItem(name, item.name, "has other bytes than were written")
-        for block in _blocks(file, None):
-            whole.update(block)
+    now, found = stored_file(path, stored.items, kind), False
+    for item, here in zip(stored.items, now.items, strict=True):
+        if here.length < item.length:
+            found = True
+            yield DamagedItem(name, item.name, f"is cut off: the file has {size} bytes of {stored.bytes}")
+        elif here.hash != item.hash:
+            found = True
+            yield DamagedItem(name, item.name, "has other bytes than were written")
     if not found and size != stored.bytes:
         yield DamagedItem(name, None, f"has {size} bytes, and {stored.bytes} were written")
-    elif not found and whole.hexdigest() != stored.hash:
+    elif not found and now.hash != stored.hash:
         yield DamagedItem(name, None, "has other bytes than were written")
 
 
-def _blocks(file: BinaryIO, count: int | None) -> Iterator[bytes]:
-    while count is None or count > 0:
-        block = file.read(_BLOCK if count is None else min(count, _BLOCK))
-        if not block:
-            return
-        if count is not None:
-            count -= len(block)
-        yield block
+def stored_file(path: str, items: Iterable[ManifestItem], kind: str) -> StoredFile:
+    """Computes the checksums of a file as it is, and of the items that lie in it, whose own are not looked at."""
+    whole = new_hasher(kind)
+    found = []
+    with open(path, "rb") as file:
+
+        def read(count: int) -> Iterator[bytes]:
+            while count > 0 and (block := file.read(min(count, _BLOCK))):
+                count -= len(block)
+                whole.update(block)
+                yield block
+
+        for item in items:
+            for _ in read(item.offset - file.tell()):
+                pass  # nothing lies between items, as DCP writes them
+            own, length = new_hasher(kind), 0
+            for block in read(item.length):
+                own.update(block)
+                length += len(block)
+            found.append(ManifestItem(item.name, item.offset, length, own.hexdigest()))
+        for _ in read(sys.maxsize):
+            pass
+        return StoredFile(file.tell(), whole.hexdigest(), tuple(found))
 
 
 # ------------------------------------------------------------ a checkpoint on the disk

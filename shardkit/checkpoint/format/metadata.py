@@ -13,14 +13,14 @@ import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...layout import Box
-from ...types import Tree
-from ..files.data_pickle import Function, Instance, NotData, read
+from ...types import T, Tree
+from ..files.data_pickle import Function, Instance, NotData, PickleMachine
 from ..files.loading import UNREADABLE
 from ..files.rebuilding import natural
 
@@ -28,7 +28,6 @@ METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _LARGEST = 2**62
 _DEPTH = 256  # of nested containers
-T = TypeVar("T")
 
 Shape = tuple[int, ...]
 Path = tuple["str | int", ...]
@@ -133,7 +132,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> TableOfContents:
         raise ConfigurationError(f"{os.fspath(folder)} has no {METADATA}: it is no checkpoint")
     try:
         with open(path, "rb") as file:
-            return _table(read(io.BytesIO(file.read()), _NAMES, _refuse_storage, _set_state))
+            return _table(PickleMachine(_NAMES, _refuse_storage, _set_state).run(io.BytesIO(file.read())))
     except NotData as found:
         raise UntrustedFileError(
             f"{path} is not read, since it holds what is in no table of contents that torch writes: "
@@ -167,9 +166,14 @@ def _instance_of(kind: str) -> Function:
 
 _NOTHING = Function(lambda *_: None)  # a layout, a memory format, a path: nothing here depends on it
 _CLASSES = (
-    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-    "MetadataIndex", "StorageMeta",
-)  # fmt: skip
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+)
 _NAMES: dict[str, object] = {
     **{f"{_DCP}.metadata.{name}": _instance_of(name) for name in _CLASSES},
     f"{_DCP}.filesystem._StorageInfo": _instance_of("_StorageInfo"),
@@ -191,7 +195,8 @@ class _Transformed(Exception):
     """Records are compressed or encrypted; the argument says whose."""
 
 
-def _typed(value: Tree, kind: type[T], what: str) -> T:
+def typed(value: Tree, kind: type[T], what: str) -> T:
+    """Refuses what is of another type, under the name ``what``."""
     if type(value) is not kind:
         raise ValueError(f"{what} is a {type(value).__name__}")
     return value
@@ -205,13 +210,13 @@ def _of_kind(value: Tree, kind: str) -> Instance:
 
 def _table(found: Tree) -> TableOfContents:
     root = _of_kind(found, "Metadata")
-    records = dict(_records(_typed(root.get("storage_data"), dict, "storage_data")))
+    records = dict(_records(typed(root.get("storage_data"), dict, "storage_data")))
     _check_overlaps(records.values())
     table = TableOfContents({}, {}, {})
     given = root.get("planner_data")
     paths = given if type(given) is dict else {}
-    for name, facts in _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata").items():
-        name = _typed(name, str, "a name")
+    for name, facts in typed(root.get("state_dict_metadata"), dict, "state_dict_metadata").items():
+        name = typed(name, str, "a name")
         table.paths[name] = _path(paths.get(name, (name,)))
         if type(facts) is Instance and facts.kind == "TensorStorageMetadata":
             table.tensors[name] = _tensor(name, facts, records)
@@ -224,7 +229,7 @@ def _table(found: Tree) -> TableOfContents:
 
 
 def _path(value: Tree) -> Path:
-    keys = _typed(value, tuple, "a path")
+    keys = typed(value, tuple, "a path")
     if not 0 < len(keys) <= _DEPTH or not all(type(key) in (str, int) for key in keys):
         raise ValueError("a path leads nowhere")
     return keys
@@ -233,13 +238,13 @@ def _path(value: Tree) -> Path:
 def _records(places: Mapping[Tree, Tree]) -> Iterator[tuple[tuple[str, Shape | None], Record]]:
     for index, facts in places.items():
         index, facts = _of_kind(index, "MetadataIndex"), _of_kind(facts, "_StorageInfo")
-        name = _typed(index.get("fqn"), str, "a name")
-        file = _typed(facts.get("relative_path"), str, "the name of a file")
+        name = typed(index.get("fqn"), str, "a name")
+        file = typed(facts.get("relative_path"), str, "the name of a file")
         if os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
             raise ValueError(f"{name!r} is said to lie in {file!r}, which is no file of the folder")
         if facts.get("transform_descriptors"):
             raise _Transformed(repr(name))
-        offset, length = (_typed(facts.get(what), int, f"the {what}") for what in ("offset", "length"))
+        offset, length = (typed(facts.get(what), int, f"the {what}") for what in ("offset", "length"))
         if not 0 <= offset < _LARGEST or not 0 < length < _LARGEST:
             raise ValueError(f"{name!r} lies nowhere")
         offsets = index.get("offset")
@@ -256,10 +261,10 @@ def _check_overlaps(records: Iterable[Record]) -> None:
 
 
 def _tensor(name: str, facts: Instance, records: Mapping[tuple[str, Shape | None], Record]) -> TensorEntry:
-    dtype = _typed(_of_kind(facts.get("properties"), "TensorProperties").state, tuple, "properties")[0]
-    dtype, shape = _typed(dtype, torch.dtype, "a dtype"), torch.Size(natural(facts.get("size")))
+    dtype = typed(_of_kind(facts.get("properties"), "TensorProperties").state, tuple, "properties")[0]
+    dtype, shape = typed(dtype, torch.dtype, "a dtype"), torch.Size(natural(facts.get("size")))
     chunks = []
-    for chunk in _typed(facts.get("chunks"), list, "chunks"):
+    for chunk in typed(facts.get("chunks"), list, "chunks"):
         chunk = _of_kind(chunk, "ChunkStorageMetadata")
         offsets, sizes = natural(chunk.get("offsets")), natural(chunk.get("sizes"))
         if len(offsets) != len(shape) or any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -19,6 +20,7 @@ from ..format import folders
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import DamagedItem, Manifest, damages, read_manifest
 from ..format.metadata import METADATA, Record, read_metadata
+from ..rank_states import equal
 from . import hugging_face
 from .opening import files_of_ranks
 from .stored import Checkpoint, StoredTensor, dotted, leaves
@@ -105,7 +107,7 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
     if isinstance(x, StoredTensor) != isinstance(y, StoredTensor):
         yield Difference(name, "a tensor in one, and none in the other")
     elif not isinstance(x, StoredTensor):
-        if not _same(x, y):
+        if not equal(x, y):
             yield Difference(name, f"{short(x)} and {short(y)}")
     elif x.shape != y.shape:
         yield Difference(name, f"shapes {list(x.shape)} and {list(y.shape)}")
@@ -117,13 +119,11 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
             values = "values are equal" if found.count == 0 else f"max. difference {found.max_abs:.3g}"
             yield Difference(name, f"dtypes {kinds}, {values}", found.max_abs)
         elif found.bits and not found.max_abs <= tolerance:
-            yield Difference(
-                name, f"{found.count} of {x.numel} elements, max. {found.max_abs:.3g}", found.max_abs
-            )
+            what = f"{found.count} of {x.numel} elements, max. {found.max_abs:.3g}"
+            yield Difference(name, what, found.max_abs)
         elif found.bits and tolerance == 0.0:
-            yield Difference(
-                name, "equal values with other bits (signs of zeros, kinds of NaN)", found.max_abs
-            )
+            what = "equal values with other bits (signs of zeros, kinds of NaN)"
+            yield Difference(name, what, found.max_abs)
 
 
 def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
@@ -166,20 +166,6 @@ class _Found:
             )
 
 
-def _same(x: Tree, y: Tree) -> bool:
-    if isinstance(x, dict) and isinstance(y, dict):
-        return x.keys() == y.keys() and all(_same(x[k], y[k]) for k in x)
-    if isinstance(x, list | tuple) and isinstance(y, list | tuple):
-        return len(x) == len(y) and all(_same(i, k) for i, k in zip(x, y, strict=True))
-    if type(x).__module__ == "numpy" and hasattr(x, "tobytes"):
-        kinds = (getattr(x, "dtype", None), getattr(x, "shape", None))
-        return kinds == (getattr(y, "dtype", None), getattr(y, "shape", None)) and x.tobytes() == y.tobytes()
-    try:
-        return type(x) is type(y) and (bool(x == y) or (isinstance(x, float) and repr(x) == repr(y)))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
 def short(value: object) -> str:
     """Returns the beginning of its text, for a line."""
     text = repr(value)
@@ -210,6 +196,16 @@ class Verified:
     items: int = 0
     bytes: int = 0
     limits: list[str] = dataclasses.field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noting(
+        self, file: str, name: str | None = None, kind: type[ShardkitError] = ShardkitError
+    ) -> Iterator[None]:
+        """Takes an error of this kind, inside, for a damage, of a file or of what has a name in it."""
+        try:
+            yield
+        except kind as error:
+            self.damages.append(DamagedItem(file, name, str(error)))
 
     def look_at(self, path: str, items: int) -> None:
         """Takes note of a file."""
@@ -280,20 +276,16 @@ def _of_dcp(folder: str) -> Verified:
         f"without a whole {MANIFEST}, compared is the CRC-32 that torch.save leaves with each tensor and object; "
         f"{METADATA} itself, and bytes between tensors, have none"
     )
-    try:
+    records: list[Record] = []
+    with result.noting(METADATA):
         records = sorted(read_metadata(folder).records())
-    except ShardkitError as error:
-        result.damages.append(DamagedItem(METADATA, None, str(error)))
-        return result
-    result.look_at(os.path.join(folder, METADATA), 0)
+        result.look_at(os.path.join(folder, METADATA), 0)
     for name in sorted({record.file for record in records}):
         result.look_at(os.path.join(folder, name), sum(record.file == name for record in records))
     for record in records:
-        try:
+        with result.noting(record.file, record.name, DamagedFileError):
             record.check(folder)
             _compare(folder, record)
-        except DamagedFileError as error:
-            result.damages.append(DamagedItem(record.file, record.name, str(error)))
     return result
 
 
@@ -316,17 +308,13 @@ def _of_torch_files(path: str, files: list[str]) -> Verified:
     result = Verified(path)
     result.limits.append("compared is the CRC-32 that torch.save leaves with each tensor")
     for file in files:
-        tensors = []
-        try:
+        tensors, name = [], os.path.basename(file)
+        with result.noting(name, None, DamagedFileError):
             tensors = [v for _, v in leaves(read_torch_file(file)) if isinstance(v, StoredTensor)]
-        except DamagedFileError as error:
-            result.damages.append(DamagedItem(os.path.basename(file), None, str(error)))
         result.look_at(file, len(tensors))
         for tensor in tensors:
-            try:
+            with result.noting(name, tensor.name, DamagedFileError):
                 tensor.read()
-            except DamagedFileError as error:
-                result.damages.append(DamagedItem(os.path.basename(file), tensor.name, str(error)))
     return result
 
 
@@ -335,18 +323,14 @@ def _of_hugging_face(path: str) -> Verified:
     result.limits.append("safetensors files have no checksums: compared are sizes, and names with the index")
     for file in hugging_face.weight_files(path):
         name = os.path.basename(file)
-        try:
+        with result.noting(name):
             if not os.path.exists(file):
                 result.damages.append(DamagedItem(name, None, "is missing"))
             elif file.endswith(".safetensors"):
                 result.look_at(file, len(hugging_face.read_safetensors(file)))
             else:
                 result.damages += _of_torch_files(path, [file]).damages
-        except ShardkitError as error:
-            result.damages.append(DamagedItem(name, None, str(error)))
     if not result.damages:
-        try:
+        with result.noting(hugging_face.INDEX):
             hugging_face.read_weights(path)
-        except ShardkitError as error:
-            result.damages.append(DamagedItem(hugging_face.INDEX, None, str(error)))
     return result

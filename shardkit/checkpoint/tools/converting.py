@@ -14,12 +14,12 @@ from ...types import StateDict, Tree
 from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import Manifest, ManifestItem, StoredFile, best_hash, new_hasher
+from ..format.manifest import Manifest, ManifestItem, best_hash, stored_file
 from . import rank_files
 from .comparing import same_bits
 from .hugging_face import without_wrappers, write_hugging_face
 from .opening import open_checkpoint
-from .stored import BLOCK, Checkpoint, Path, StoredTensor, at, copied, dotted, leaves, put
+from .stored import Checkpoint, Path, StoredTensor, at, dotted, leaves, mapped, put
 from .torch_files import write_torch_file
 
 
@@ -131,13 +131,14 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
             else:
                 # as DCP does; tensors that are in it (in a tuple) are read
                 buffer = io.BytesIO()
-                torch.save(copied(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
+                torch.save(mapped(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
                 file.write(buffer.getbuffer())
             box = None if shape is None else ((0,) * len(shape), shape)
             length = file.tell() - start
             records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
     kind = best_hash()
-    files = {_DATA: hashed(path, records, kind)}
+    items = [ManifestItem(r.name, r.offset, r.length, "") for r in records]
+    files = {_DATA: stored_file(path, items, kind)}
     manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
     describe(folder, {_DATA: records}, manifest)
 
@@ -149,24 +150,6 @@ def _keys(tree: Tree, path: tuple[object, ...]) -> tuple[str | int, ...]:
         keys.append(key if isinstance(tree, list) and isinstance(key, int) else str(key))
         tree = tree[key]
     return tuple(keys)
-
-
-def hashed(path: str, records: list[Written], kind: str) -> StoredFile:
-    """Computes checksums of a file and of the records in it, which lie end to end."""
-    whole = new_hasher(kind)
-    items = []
-    with open(path, "rb") as file:
-        for record in records:
-            own, left = new_hasher(kind), record.length
-            while left:
-                block = file.read(min(BLOCK, left))
-                own.update(block)
-                whole.update(block)
-                left -= len(block)
-            items.append(ManifestItem(record.name, record.offset, record.length, own.hexdigest()))
-        while block := file.read(BLOCK):
-            whole.update(block)
-        return StoredFile(file.tell(), whole.hexdigest(), tuple(items))
 
 
 KINDS = ("dcp", "torch", "fairscale", "xla", "hf")
@@ -197,6 +180,11 @@ class Conversion:
     buffers: tuple[str, ...] = ()
     files_from: str | None = None
     tied: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether one file is written, no folder."""
+        return self.to == "torch" or (self.to == "fairscale" and self.ranks is None)
 
 
 @dataclasses.dataclass
@@ -237,7 +225,7 @@ def convert(checkpoint: Checkpoint | str, path: str, how: Conversion) -> Convert
     if how.to != "hf" or checkpoint.kind != "hf":
         done.notes += [f"left out: {what}" for what in checkpoint.left_out]
     tree = _prepared(checkpoint, how, done)
-    if how.to == "torch" or (how.to == "fairscale" and how.ranks is None):
+    if how.is_file:
         with write_atomically(path) as file:
             write_torch_file(file, tree)
     else:
@@ -263,22 +251,18 @@ def _check(checkpoint: Checkpoint, path: str, how: Conversion) -> None:
     if os.path.lexists(path):
         if not how.overwrite:
             raise ConfigurationError(f"{path} is there already; pass --overwrite, or another path")
-        _check_replaceable(path, how)
+        # no checkpoint, such as somebody's home directory, is replaced
+        there = os.listdir(path) if os.path.isdir(path) else []
+        endings = (".distcp", ".metadata", ".safetensors", ".pth", ".pt", ".bin", MANIFEST)
+        is_other = how.is_file or (there and not any(name.endswith(endings) for name in there))
+        if os.path.isdir(path) and is_other:
+            raise ConfigurationError(
+                f"{path} is a folder, and no checkpoint: it is not overwritten; pass another path"
+            )
     if not os.path.isdir(os.path.dirname(real)):
         raise ConfigurationError(
             f"there is no folder {os.path.dirname(real)} to write {path} into; make it first"
         )
-
-
-def _check_replaceable(path: str, how: Conversion) -> None:
-    """Refuses to replace what is no checkpoint, such as somebody's home directory."""
-    is_file = how.to == "torch" or (how.to == "fairscale" and how.ranks is None)
-    if os.path.isdir(path) and (is_file or os.listdir(path)):
-        endings = (".distcp", ".metadata", ".safetensors", ".pth", ".pt", ".bin")
-        if is_file or not any(name.endswith(endings) or name == MANIFEST for name in os.listdir(path)):
-            raise ConfigurationError(
-                f"{path} is a folder, and no checkpoint: it is not overwritten; pass another path"
-            )
 
 
 # ------------------------------------------------------------ what is written
@@ -294,7 +278,7 @@ def _prepared(checkpoint: Checkpoint, how: Conversion, done: Converted) -> State
         is_number = value.dtype.is_floating_point and value.dtype.itemsize > 1
         return value.cast(how.dtype) if is_number else value
 
-    tree = copied(checkpoint.tree, cast)
+    tree = mapped(checkpoint.tree, cast)
     tie(at(tree, checkpoint.model_path), how.tied)
     of_ranks = how.ranks is not None
     if how.model_only or how.to == "hf" or of_ranks:

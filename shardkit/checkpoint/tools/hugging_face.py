@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -23,23 +23,39 @@ _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
 _CHUNKS = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter notes here which box of a tensor a file has
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
 
 
 def weight_files(path: str) -> list[str]:
-    """Returns the files with weights of a folder (or the one file that is passed); none: it is no such folder."""
+    """Lists the files with weights of a folder (or the one file that is passed); none: it is no such folder."""
     if os.path.isfile(path):
         return [path] if path.endswith(".safetensors") else []
-    for index in (INDEX, _OLD_INDEX):
-        named = os.path.join(path, index)
-        if os.path.isfile(named):
-            return [os.path.join(path, name) for name in sorted(set(_index(named)[0].values()))]
+    index = _index_in(path)
+    if index is not None:
+        return [os.path.join(path, name) for name in sorted(set(_index(index)[0].values()))]
     found = sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
     return found or [p for p in [os.path.join(path, "pytorch_model.bin")] if os.path.isfile(p)]
+
+
+def _index_in(folder: str) -> str | None:
+    paths = [os.path.join(folder, name) for name in (INDEX, _OLD_INDEX)]
+    return next(filter(os.path.isfile, paths), None)
 
 
 def _index(path: str) -> tuple[dict[str, str], dict[str, object]]:
@@ -68,15 +84,13 @@ def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
             found.update(read_safetensors(file))
         else:
             found.update(read_torch_file(file, trust_pickle))
-    for index in (INDEX, _OLD_INDEX):
-        named = os.path.join(path, index)
-        if os.path.isfile(named):
-            names, notes = _index(named)
-            _add_tied(found, notes)
-            lost = sorted(set(names) - set(found))
-            if lost:
-                raise DamagedFileError(f"{named} names {lost[0]!r} ({len(lost)} in all), which no file has")
-            break
+    index = _index_in(path)
+    if index is not None:
+        names, notes = _index(index)
+        _add_tied(found, notes)
+        lost = sorted(set(names) - set(found))
+        if lost:
+            raise DamagedFileError(f"{index} names {lost[0]!r} ({len(lost)} in all), which no file has")
     return found
 
 
@@ -89,9 +103,7 @@ def read_safetensors(path: str) -> StateDict:
             f"{path} holds parts of tensors, as torch's HuggingFaceStorageWriter leaves them; put them together with "
             "torch.distributed.checkpoint.HuggingFaceStorageWriter(enable_consolidation=True)"
         )
-    found: StateDict = {}
-    for name, facts in header.items():
-        found[name] = _tensor(path, name, facts, start)
+    found: StateDict = {name: _tensor(path, name, facts, start) for name, facts in header.items()}
     _add_tied(found, notes)
     return found
 
@@ -165,17 +177,6 @@ def _holds_parts(notes: dict[str, str]) -> bool:
         return True
 
 
-def other_files(folder: str) -> Iterator[str]:
-    """Lists what is not weights: configuration, tokenizer."""
-    for name in sorted(os.listdir(folder)):
-        path = os.path.join(folder, name)
-        kept = name.endswith((".json", ".txt", ".model", ".jinja", ".py", ".md")) and not name.endswith(
-            ".index.json"
-        )
-        if os.path.isfile(path) and kept and not name.startswith("."):
-            yield path
-
-
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WRAPPERS = ("module.", "_orig_mod.")  # what DDP, ShardedDDP and torch.compile put in front of all names
 
@@ -200,7 +201,13 @@ def write_hugging_face(
         max_shard_size: as "5GB"; a file is larger only where one tensor is.
         files_from: a folder with configuration and tokenizer, which are copied.
     """
-    split, safe_open = _libraries()
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory as split
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ConfigurationError(
+            f"writing Hugging Face's format takes {error.name}: pip install huggingface_hub safetensors"
+        ) from None
     notes = []
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
@@ -236,17 +243,6 @@ def write_hugging_face(
     return notes
 
 
-def _libraries():  # type: ignore[no-untyped-def]
-    try:
-        from huggingface_hub import split_state_dict_into_shards_factory
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigurationError(
-            f"writing Hugging Face's format takes {error.name}: pip install huggingface_hub safetensors"
-        ) from None
-    return split_state_dict_into_shards_factory, safe_open
-
-
 def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Returns each tensor under its first name, and the other names with the first."""
     kept: dict[str, StoredTensor] = {}
@@ -269,11 +265,8 @@ def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[s
     end = 0
     for name in order:
         t = tensors[name]
-        header[name] = {
-            "dtype": _NAMES[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": [end, end + t.nbytes],
-        }
+        places = [end, end + t.nbytes]
+        header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": places}
         end += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -299,9 +292,12 @@ def _copy_others(folder: str, source: str, tensors: Mapping[str, StoredTensor]) 
     if not os.path.isdir(source):
         raise ConfigurationError(f"--files-from {source}: there is no such folder")
     copied = []
-    for path in other_files(source):
-        shutil.copyfile(path, os.path.join(folder, os.path.basename(path)))
-        copied.append(os.path.basename(path))
+    for name in sorted(os.listdir(source)):
+        path, is_weights = os.path.join(source, name), name.startswith(".") or name.endswith(".index.json")
+        kept = name.endswith((".json", ".txt", ".model", ".jinja", ".py", ".md")) and not is_weights
+        if os.path.isfile(path) and kept:
+            shutil.copyfile(path, os.path.join(folder, name))
+            copied.append(name)
     kinds = {t.dtype for t in tensors.values() if t.dtype.is_floating_point}
     config = os.path.join(folder, "config.json")
     if len(kinds) == 1 and os.path.isfile(config):

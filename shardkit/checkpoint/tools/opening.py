@@ -16,7 +16,7 @@ from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
 from . import hugging_face, rank_files
-from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, replaced, without_layer
+from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, mapped, without_layer
 from .torch_files import Contents, held, read_torch_file
 
 
@@ -68,8 +68,8 @@ def _object(folder: str, record: Record, trust_pickle: bool) -> Tree:
         with open(path, "rb") as file:
             file.seek(record.offset)
             value = torch.load(io.BytesIO(file.read(record.length)), map_location="cpu", weights_only=False)
-            return replaced(value, held)
-    return replaced(Contents(path, record.offset, record.length, repr(record.name)).values(), held)
+            return mapped(value, held)
+    return mapped(Contents(path, record.offset, record.length, repr(record.name)).values(), held)
 
 
 _ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -104,7 +104,7 @@ def open_checkpoint(path: str, *, model_key: str | None = None, trust_pickle: bo
 
 
 def files_of_ranks(path: str) -> list[str]:
-    """The files of torch.save that a path stands for: itself, those in the folder, or those that match a pattern."""
+    """Lists the files of torch.save that a path is: itself, those in the folder, or those that match a pattern."""
     if os.path.isfile(path):
         return [path]
     if not os.path.exists(path):
@@ -134,14 +134,7 @@ def _of_folder(path: str, model_key: str | None, trust_pickle: bool) -> Checkpoi
             refuse_damage(path, manifest, [METADATA])  # tensors have a CRC-32 each, which is compared later
         except DamagedFileError as error:
             raise DamagedFileError(f"{error}; shardkit ckpt verify {path} tells more") from None
-        facts = {
-            "step": manifest.step,
-            "run": manifest.run,
-            "world_size": manifest.world_size,
-            "written": manifest.written,
-            "versions": dict(manifest.versions),
-        }
-        kind = "shardkit"
+        facts, kind = manifest.facts, "shardkit"
     return _with_model(path, kind, read_folder(path, trust_pickle), model_key, facts)
 
 

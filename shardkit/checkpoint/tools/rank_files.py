@@ -42,7 +42,7 @@ def in_state_dict(path: str) -> str:
 
 
 def split_shard_name(key: str) -> tuple[str, str | None]:
-    """Path of the wrapper and name of the shard, for a key of a state dict; no name if it is of no shard."""
+    """Returns path of the wrapper and name of the shard, for a key of a state dict; no name if it is of no shard."""
     parts = key.split(".")
     for index, part in enumerate(parts):
         if part.startswith(PREFIX):
@@ -88,11 +88,9 @@ METADATA_KEY = "shard_metadata"
 
 
 def kind_of(tree: object) -> str | None:
-    """ "xla" or "fairscale" for what is in the file of a rank; None for any other."""
+    """Returns "xla" or "fairscale" for what is in the file of a rank; None for any other."""
     metadata = _metadata_in(tree)
-    if metadata is None:
-        return None
-    return "xla" if "shard_info" in metadata else "fairscale"
+    return None if metadata is None else "xla" if "shard_info" in metadata else "fairscale"
 
 
 def _metadata_in(tree: object) -> SavedState | None:
@@ -105,11 +103,8 @@ def _metadata_in(tree: object) -> SavedState | None:
 
 def _weights_in(tree: SavedState, path: str) -> StateDict:
     """Returns the shards, under whichever key a program put them."""
-    held = [
-        v
-        for v in tree.values()
-        if isinstance(v, dict) and any(isinstance(x, StoredTensor) for x in v.values())
-    ]
+    dicts = [v for v in tree.values() if isinstance(v, dict)]
+    held = [v for v in dicts if any(isinstance(x, StoredTensor) for x in v.values())]
     named = [tree[k] for k in ("model", "weights", "state_dict") if isinstance(tree.get(k), dict)]
     if not named and len(held) != 1:
         raise ConfigurationError(f"{path} has a shard_metadata and no state dict with it under 'model'")
@@ -131,10 +126,11 @@ def read_rank_files(
     weights = [_weights_in(tree, path) for tree, path in zip(trees, paths, strict=True)]
     others = [k for k, v in trees[0].items() if v is not metadata[0] and v is not weights[0]]
     ranks = [_rank(m, w, k, len(paths)) for k, (m, w) in enumerate(zip(metadata, weights, strict=True))]
-    if sorted(r for r, _ in ranks) != list(range(len(paths))) or any(w != len(paths) for _, w in ranks):
+    found = sorted(r for r, _ in ranks)
+    if found != list(range(len(paths))) or any(w != len(paths) for _, w in ranks):
         raise ConfigurationError(
-            f"{os.path.dirname(paths[0]) or '.'} has the files of ranks {sorted(r for r, _ in ranks)}, and there have "
-            f"to be those of all {ranks[0][1]} ranks and no others; pass a pattern ('folder/rank*.pth') that has them"
+            f"{os.path.dirname(paths[0]) or '.'} has the files of ranks {found}, and there have to be those of all "
+            f"{ranks[0][1]} ranks and no others; pass a pattern ('folder/rank*.pth') that has them"
         )
     order = sorted(range(len(paths)), key=lambda k: ranks[k][0])
     if kind == "xla":
@@ -168,7 +164,7 @@ def _place_of(shard: StoredTensor) -> Callable[[], FilePlace]:
 
 
 def _cut_out(name: str, shape: Shape, start: int, shards: Sequence[tuple[StoredTensor, int]]) -> StoredTensor:
-    """A tensor that is the elements from ``start`` on of shards end to end, each with its numel without padding."""
+    """Cuts a tensor, from ``start`` on, out of shards end to end, each with its numel without padding."""
     parts: list[StoredPart] = []
     numel, begin = math.prod(shape), 0
     if any(shard.value is not None for shard, _ in shards):  # they had to be read already
@@ -278,53 +274,48 @@ def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
         # as it is with one wrapper: an outer path inside of the shard's name
         names[name] = shard_name(INNER + name)
         infos[names[name]] = {"_orig_size": torch.Size(tensor.shape), "_orig_name": INNER + name}
-    trees = []
-    for rank in range(ranks):
-        metadata: StateDict = {
-            "shard_info": {"": infos}, "flatten_info": {}, "buffer_info": {}, "world_size": ranks, "rank": rank,
-        }  # fmt: skip
-        if cut.shared:
-            metadata["shared_info"] = dict(cut.shared)
-        shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
-        buffers = {f"{OUTER}{name}": value for name, value in cut.buffers.items()}
-        trees.append({"model": {**shards, **buffers}, "shard_metadata": metadata})
+    metadata: StateDict = {
+        "shard_info": {"": infos},
+        "flatten_info": {},
+        "buffer_info": {},
+        "world_size": ranks,
+    }
+    if cut.shared:
+        metadata["shared_info"] = dict(cut.shared)
+    shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
+    model = {**shards, **{f"{OUTER}{name}": value for name, value in cut.buffers.items()}}
+    trees = [{"model": model, METADATA_KEY: {**metadata, "rank": rank}} for rank in range(ranks)]
     _write(folder, [f"rank-{r:08d}-of-{ranks:08d}.pth" for r in range(ranks)], trees, cut)
 
 
 def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
     """Writes ``rank-NNNNN-of-NNNNN.pt``: a dict of "model" (``local_state_dict()``) and "shard_metadata"
     (``local_metadata_dict()``)."""
+    shards = {n: _shard(t, ranks, 1) for n, t in cut.params.items()}
+    shared = [(source, target) for target, source in cut.shared.items()]
     trees = []
     for rank in range(ranks):
         params = {}
         for name, tensor in cut.params.items():
-            size = _shard_numel(tensor, ranks, 1)
+            size = shards[name].numel
             padding = size - max(0, min(size, tensor.numel - rank * size))
-            params[name] = {
-                "names": [name],
-                "shapes": [torch.Size(tensor.shape)],
-                "numels": [tensor.numel],
-                "padding": padding,
-            }
+            facts = {"names": [name], "shapes": [torch.Size(tensor.shape)], "numels": [tensor.numel]}
+            params[name] = {**facts, "padding": padding}
         entry = {
             "fsdp_path": "",
             "params": params,
             "no_broadcast_optim_state": False,
-            "shared_param_info": [(source, target) for target, source in cut.shared.items()],
+            "shared_param_info": shared,
         }
         metadata = {"param_metadata": [entry], "buffer_names": list(cut.buffers)}
-        shards = {n: _shard(t, ranks, 1) for n, t in cut.params.items()}
-        trees.append({"model": {**shards, **cut.buffers}, "shard_metadata": metadata})
+        trees.append({"model": {**shards, **cut.buffers}, METADATA_KEY: metadata})
     _write(folder, [f"rank-{r:05d}-of-{ranks:05d}.pt" for r in range(ranks)], trees, cut)
-
-
-def _shard_numel(tensor: StoredTensor, ranks: int, multiple: int) -> int:
-    return -(-tensor.numel // (ranks * multiple)) * multiple
 
 
 def _shard(tensor: StoredTensor, ranks: int, multiple: int) -> StoredTensor:
     """Makes what a rank's file has of a tensor: shape and dtype."""
-    return StoredTensor(tensor.name, (_shard_numel(tensor, ranks, multiple),), tensor.dtype, (), tensor.dtype)
+    numel = -(-tensor.numel // (ranks * multiple)) * multiple
+    return StoredTensor(tensor.name, (numel,), tensor.dtype, (), tensor.dtype)
 
 
 def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedModel) -> None:

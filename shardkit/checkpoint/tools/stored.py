@@ -6,6 +6,7 @@ Legend: N numel of a tensor; a tensor's elements are in row-major order unless s
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import mmap
@@ -76,7 +77,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """N."""
+        """Returns N."""
         return math.prod(self.shape)
 
     @property
@@ -89,33 +90,30 @@ class StoredTensor:
 
     def read(self) -> torch.Tensor:
         """Reads all of it, as it is stored: memory of one tensor, and a block."""
-        if self.value is not None:
-            return self.value
-        self._check_complete()
-        target, all_of_it = _empty(self.shape, self.stored_dtype), whole_box(self.shape)
-        for part in self.parts:
-            place = self._place(part)
-            self._fill(narrowed(target, part.box, all_of_it), place, part.box.start)
-        return target
+        return self._filled(whole_box(self.shape), compares=True) if self.value is None else self.value
 
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Reads rows of the first dimension; checksums of whole parts are not compared."""
         if self.value is not None:
             return self.value[start:stop]
-        self._check_complete()
         rows = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
+        return self._filled(rows, compares=False)
+
+    def _filled(self, rows: Box, compares: bool) -> torch.Tensor:
+        self._check_complete()
         target = _empty(rows.sizes, self.stored_dtype)
         for part in self.parts:
             common = part.box.meet(rows)
-            if common is not None:
-                before = (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
-                place = dataclasses.replace(self._place(part), crc=None)
-                self._fill(narrowed(target, common, rows), place, part.box.start + before)
+            if common is None:
+                continue
+            place, skip = self._place(part), part.box.start
+            if not compares:
+                place = dataclasses.replace(place, crc=None)
+            if common.sizes != part.box.sizes:
+                skip += (common.offsets[0] - part.box.offsets[0]) * math.prod(part.box.sizes[1:])
+            with _opened(place.path) as file:
+                _Source(file, place, self.name).fill(narrowed(target, common, rows), skip)
         return target
-
-    def _fill(self, view: torch.Tensor, place: FilePlace, skip: int) -> None:
-        with _opened(place.path) as file:
-            _Source(file, place, self.name).fill(view, skip)
 
     def slabs(self) -> Iterator[tuple[int, int]]:
         """Yields ranges of rows of about a block each; all of a tensor that can't be read in rows."""
@@ -251,8 +249,13 @@ Path: TypeAlias = tuple[object, ...]
 # Under which programs keep the model's state dict in a file.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 _OPTIMIZER_KEYS = (
-    "optimizer", "optim", "optimizer_state_dict", "optimizer_state", "optimizers", "optimizer_states",
-)  # fmt: skip
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optimizer_state",
+    "optimizers",
+    "optimizer_states",
+)
 
 
 @dataclasses.dataclass
@@ -277,7 +280,7 @@ class Checkpoint:
 
     @property
     def model(self) -> StateDict:
-        """The model's state dict by name."""
+        """Returns the model's state dict by name."""
         return {dotted(path): value for path, value in leaves(at(self.tree, self.model_path))}
 
     @property
@@ -306,7 +309,7 @@ class Checkpoint:
 
 
 def dotted(path: Path) -> str:
-    """Keys joined as torch's planner does."""
+    """Joins keys as torch's planner does."""
     return ".".join(map(str, path))
 
 
@@ -330,7 +333,7 @@ def holds_tensors(value: object) -> bool:
 
 
 def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
-    """Tensors, and values without tensors in them, with their keys. A list of plain values is one value.
+    """Yields tensors, and values without tensors in them, with their keys. A list of plain values is one value.
 
     Args:
         tuples: look for tensors in tuples, too; torch's planner doesn't.
@@ -352,33 +355,16 @@ def _is_taken_apart(values: list[object] | tuple[object, ...]) -> bool:
     )
 
 
-def replaced(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
-    """Replaces leaves; dicts and lists are changed in place, so that they stay what they are."""
-    if isinstance(tree, dict):
-        for key in tree:
-            tree[key] = replaced(tree[key], change, (*path, key))
-        return tree
-    if isinstance(tree, list):
-        tree[:] = [replaced(v, change, (*path, i)) for i, v in enumerate(tree)]
-        return tree
-    if type(tree) is tuple:
-        return tuple(replaced(v, change, (*path, i)) for i, v in enumerate(tree))
-    return change(path, tree)
-
-
-def copied(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
+def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) -> Tree:
     """Makes new containers of the same types and attributes (``_metadata`` of a state dict) with other leaves."""
-    if isinstance(tree, dict):
-        made = type(tree)()
-        made.update({key: copied(value, change, (*path, key)) for key, value in tree.items()})
-        if hasattr(tree, "__dict__"):
-            made.__dict__.update(tree.__dict__)
-        return made
-    if isinstance(tree, list):
-        return [copied(v, change, (*path, i)) for i, v in enumerate(tree)]
     if type(tree) is tuple:
-        return tuple(copied(v, change, (*path, i)) for i, v in enumerate(tree))
-    return change(path, tree)
+        return tuple(mapped(v, change, (*path, i)) for i, v in enumerate(tree))
+    if not isinstance(tree, dict | list):
+        return change(path, tree)
+    made = copy.copy(tree)
+    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
+        made[key] = mapped(value, change, (*path, key))
+    return made
 
 
 def _is_state_dict(value: object) -> bool:

@@ -9,7 +9,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from ...types import Tree
 from ..files.archive import LOCAL, Damage, View
 from ..files.loading import Reading, guarded, load, load_data
 from ..files.rebuilding import LOOKING, STORAGES, Storage
-from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, replaced
+from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, mapped
 
 
 class Contents:
@@ -43,8 +43,8 @@ class Contents:
                 found = reading.outline()
                 keys = {storage.memory._cdata: key for key, storage in reading.storages.items()}
                 wheres = {k: (*reading.archive.where(k), storage) for k, storage in reading.storages.items()}
-                return replaced(found, lambda path, value: self._stored(path, value, keys, wheres))
-        return replaced(self.values(), held)
+                return mapped(found, lambda path, value: self._stored(path, value, keys, wheres))
+        return mapped(self.values(), held)
 
     def values(self) -> Tree:
         if self._name == self._path:
@@ -100,7 +100,7 @@ def read_torch_file(path: str, trust_pickle: bool = False) -> Tree:
     if trust_pickle:
         with open(path, "rb") as file:
             is_zip = file.read(len(LOCAL)) == LOCAL
-        return replaced(torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip), held)
+        return mapped(torch.load(path, map_location="cpu", weights_only=False, mmap=is_zip), held)
     return Contents(path, 0, os.path.getsize(path), os.path.basename(path)).tree()
 
 
@@ -110,17 +110,12 @@ _ZIP64_EXTRA = 20  # bytes of the field that zipfile adds where a record may be 
 _OLD_STORAGES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-class _Storage:
+class _Storage(NamedTuple):
     """Stands for the storage of a tensor while it is pickled."""
 
-    def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
-        self.key, self.dtype, self.numel = key, dtype, numel
-
-    def persistent_id(self) -> tuple[object, ...]:
-        if self.dtype in _OLD_STORAGES:
-            kind = getattr(torch, f"{_OLD_STORAGES[self.dtype]}Storage")
-            return ("storage", kind, self.key, "cpu", self.numel)
-        return ("storage", torch.UntypedStorage, self.key, "cpu", self.numel * self.dtype.itemsize)
+    key: str
+    dtype: torch.dtype
+    numel: int
 
 
 class _Pickler(pickle.Pickler):
@@ -133,7 +128,17 @@ class _Pickler(pickle.Pickler):
         self._kept: list[object] = []  # pickle knows objects by their address
 
     def persistent_id(self, obj: object) -> object:
-        return obj.persistent_id() if isinstance(obj, _Storage) else None
+        if not isinstance(obj, _Storage):
+            return None
+        if obj.dtype in _OLD_STORAGES:
+            return (
+                "storage",
+                getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"),
+                obj.key,
+                "cpu",
+                obj.numel,
+            )
+        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize)
 
     def reducer_override(self, obj: Tree) -> Tree:
         if not isinstance(obj, StoredTensor):
@@ -149,25 +154,6 @@ class _Pickler(pickle.Pickler):
         if obj.dtype in _OLD_STORAGES:
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, obj.dtype)
-
-
-class _Shifted:
-    """A file whose beginning is somewhere in another one."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._start = file, file.tell()
-        self.write, self.flush = file.write, file.flush
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_SET:
-            offset += self._start
-        return self._file.seek(offset, whence) - self._start
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def seekable(self) -> bool:
-        return True
 
 
 class TorchFileWriter:
@@ -187,12 +173,11 @@ class TorchFileWriter:
         pickler.dump(tree)
         self.tensors = pickler.tensors
         self._written = 0
-        self._zip = zipfile.ZipFile(cast(BinaryIO, _Shifted(file)), "w", zipfile.ZIP_STORED)
+        self._zip = zipfile.ZipFile(cast(BinaryIO, View(file, file.tell())), "w", zipfile.ZIP_STORED)
         self._record("data.pkl", [buffer.getbuffer()], buffer.tell())
         self._record(".format_version", [b"1"], 1)
         self._record(".storage_alignment", [str(_ALIGNED).encode()], 2)
-        order = sys.byteorder.encode()
-        self._record("byteorder", [order], len(order))
+        self._record("byteorder", [sys.byteorder.encode()], len(sys.byteorder))
 
     @property
     def coming(self) -> list[StoredTensor]:

@@ -19,18 +19,7 @@ from shardkit.version import __version_tuple__
 
 from . import ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, run_as_fsdp2, trace, verify
 
-COMMANDS: tuple[ModuleType, ...] = (
-    ckpt,
-    doctor,
-    estimate,
-    migrate,
-    rehearse,
-    run,
-    run_as_fairscale,
-    run_as_fsdp2,
-    trace,
-    verify,
-)
+COMMANDS = (ckpt, doctor, estimate, migrate, rehearse, run, run_as_fairscale, run_as_fsdp2, trace, verify)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,9 +38,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     parser = _Parser(prog="shardkit", description="Sharded training for PyTorch.")
-    parser.add_argument(
-        "--version", action="version", version=f"shardkit {'.'.join(map(str, __version_tuple__))}"
-    )
+    version = ".".join(map(str, __version_tuple__))
+    parser.add_argument("--version", action="version", version=f"shardkit {version}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         text = (module.__doc__ or "").strip()

@@ -18,12 +18,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from shardkit.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from shardkit.checkpoint.tools import Checkpoint
+
 _DTYPES = {
-    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64",
-}  # fmt: skip
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+}
+_OF_CONVERSION = ("to", "ranks", "max_shard_size", "model_only", "overwrite", "files_from")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,60 +71,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments_of_convert(convert: argparse.ArgumentParser) -> None:
-    convert.add_argument("source", metavar="SRC")
-    convert.add_argument(
-        "target", metavar="DST", help="a folder; with --to torch, and fairscale without --ranks, a file"
-    )
-    convert.add_argument("--to", required=True, choices=("dcp", "torch", "fairscale", "xla", "hf"))
-    convert.add_argument("--ranks", type=int, help="fairscale, xla: so many files of ranks")
-    convert.add_argument("--dtype", help="of the model's floating point tensors, as bf16")
-    convert.add_argument("--max-shard-size", default="5GB", help="hf: of a file (default: 5GB)")
-    convert.add_argument("--model-only", action="store_true", help="the model's state dict and nothing else")
-    convert.add_argument("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
-    convert.add_argument(
+    add = convert.add_argument
+    add("source", metavar="SRC")
+    add("target", metavar="DST", help="a folder; with --to torch, and fairscale without --ranks, a file")
+    add("--to", required=True, choices=("dcp", "torch", "fairscale", "xla", "hf"))
+    add("--ranks", type=int, help="fairscale, xla: so many files of ranks")
+    add("--dtype", help="of the model's floating point tensors, as bf16")
+    add("--max-shard-size", default="5GB", help="hf: of a file (default: 5GB)")
+    add("--model-only", action="store_true", help="the model's state dict and nothing else")
+    add("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
+    add(
         "--buffer",
         action="append",
         default=[],
         metavar="NAME",
         help="--ranks: a tensor that is a buffer (or a pattern of names), which is not cut",
     )
-    convert.add_argument(
+    add(
         "--tied",
         action="append",
         default=[],
         metavar="NAME=OTHER",
         help="two names of one weight, as lm_head.weight=model.embed_tokens.weight, where SRC doesn't tell",
     )
-    convert.add_argument(
-        "--overwrite", action="store_true", help="DST may be there; it is replaced at the end"
-    )
+    add("--overwrite", action="store_true", help="DST may be there; it is replaced at the end")
 
 
 def run(options: argparse.Namespace) -> int:
     return _COMMANDS[options.what](options)
 
 
+def _answer(options: argparse.Namespace, data: object, lines: Iterable[str]) -> None:
+    if options.json:
+        print(json.dumps(_strict(data), indent=1))
+    else:
+        print("\n".join(lines))
+
+
+def _opened(path: str, options: argparse.Namespace) -> Checkpoint:
+    from shardkit.checkpoint.tools import open_checkpoint
+
+    return open_checkpoint(path, model_key=options.model_key, trust_pickle=options.trust_pickle)
+
+
 def _ls(options: argparse.Namespace) -> int:
     from shardkit.checkpoint.tools import reporting
 
     rows = reporting.steps(options.path)
-    if options.json:
-        _print_json(rows)
-    else:
-        reporting.print_steps(options.path, rows)
+    _answer(options, rows, reporting.steps_as_text(options.path, rows))
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import open_checkpoint, reporting
+    from shardkit.checkpoint.tools import reporting
 
-    found = reporting.contents(
-        open_checkpoint(options.path, model_key=options.model_key, trust_pickle=options.trust_pickle)
-    )
-    if options.json:
-        _print_json(found)
-    else:
-        reporting.print_contents(found)
+    found = reporting.contents(_opened(options.path, options))
+    _answer(options, found, reporting.contents_as_text(found))
     return 0
 
 
@@ -121,33 +134,25 @@ def _verify(options: argparse.Namespace) -> int:
     from shardkit.checkpoint.tools import reporting, verify
 
     results = verify(options.path)
-    if options.json:
-        _print_json(list(reporting.lines_of(results)))
-    else:
-        reporting.print_verified(results)
+    data = [{**vars(r), "damages": [damage._asdict() for damage in r.damages]} for r in results]
+    _answer(options, data, reporting.verified_as_text(results))
     return int(any(result.damages for result in results))
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import compare, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import compare, reporting
 
-    a, b = (
-        open_checkpoint(path, model_key=options.model_key, trust_pickle=options.trust_pickle)
-        for path in (options.a, options.b)
-    )
+    a, b = _opened(options.a, options), _opened(options.b, options)
     result = compare(a, b, model_only=options.model_only, tolerance=options.tolerance)
-    if options.json:
-        found = [{"name": d.name, "what": d.what, "max_abs": d.max_abs} for d in result.differences]
-        _print_json({"tensors": result.tensors, "differences": found, "not_compared": result.not_compared})
-    else:
-        reporting.print_comparison(options.a, options.b, result)
+    data = {**vars(result), "differences": list(map(vars, result.differences))}
+    _answer(options, data, reporting.comparison_as_text(options.a, options.b, result))
     return int(bool(result.differences))
 
 
 def _convert(options: argparse.Namespace) -> int:
     import torch
 
-    from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint, reporting
+    from shardkit.checkpoint.tools import Conversion, convert, reporting
 
     dtype = None
     if options.dtype is not None:
@@ -156,20 +161,15 @@ def _convert(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--dtype {options.dtype}: that is no floating point dtype of torch; try bf16"
             )
+    given = {name: value for name, value in vars(options).items() if name in _OF_CONVERSION}
     how = Conversion(
-        options.to, options.ranks, dtype, options.max_shard_size, options.model_only, options.overwrite,
-        tuple(options.buffer), options.files_from, tuple(_pair(text) for text in options.tied),
-    )  # fmt: skip
-    checkpoint = open_checkpoint(
-        options.source, model_key=options.model_key, trust_pickle=options.trust_pickle
+        **given, dtype=dtype, buffers=tuple(options.buffer), tied=tuple(map(_pair, options.tied))
     )
-    result = convert(checkpoint, options.target, how)
-    if options.json:
-        kinds = {"from": result.source, "to": result.target}
-        done = {"tensors": result.tensors, "bytes": result.bytes, "notes": result.notes}
-        _print_json({"source": checkpoint.path, "target": options.target, **kinds, **done})
-    else:
-        reporting.print_converted(checkpoint.path, options.target, result)
+    checkpoint, target = _opened(options.source, options), options.target
+    result = convert(checkpoint, target, how)
+    kinds = {"from": result.source, "to": result.target}
+    data = {**vars(result), "source": checkpoint.path, "target": target, **kinds}
+    _answer(options, data, reporting.converted_as_text(checkpoint.path, target, result))
     return 0
 
 
@@ -178,10 +178,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not name or not other:
         raise ConfigurationError(f"--tied {text}: it has to be NAME=OTHER")
     return name, other
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(_strict(value), indent=1))
 
 
 def _strict(value: object) -> object:

@@ -14,10 +14,9 @@ import json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)"
-    )
-    parser.add_argument("--json", action="store_true", help="prints data, not text")
+    add = parser.add_argument
+    add("--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)")
+    add("--json", action="store_true", help="prints data, not text")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -26,63 +26,51 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", help="script.py:name or package.module:name")
-    parser.add_argument(
-        "--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead"
-    )
-    parser.add_argument("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("target", nargs="?", help="script.py:name or package.module:name")
+    add("--hf", metavar="CONFIG", help="config.json of a language model of transformers, instead")
+    add("--ranks", type=_integers, default=[8], help="world sizes, as 8,64,1024 (default: 8)")
+    add(
         "--strategy",
         default="fsdp",
         help="fsdp, fsdp-kept, fsdp-masters, fully_shard, sharded_ddp; several, or all (default: fsdp)",
     )
-    parser.add_argument(
-        "--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)"
-    )
-    parser.add_argument(
-        "--lora", type=_rank, metavar="rank=16", help="weights are frozen, and adapters of them trained"
-    )
-    parser.add_argument(
-        "--frozen", choices=("reshard", "keep", "host", "packed"), default="reshard",
+    add("--batch", type=_integers, default=[1], help="samples on each rank, as 1,4 (default: 1)")
+    add("--lora", type=_rank, metavar="rank=16", help="weights are frozen, and adapters of them trained")
+    add(
+        "--frozen",
+        choices=("reshard", "keep", "host", "packed"),
+        default="reshard",
         help="with --lora, what becomes of frozen weights (see ReshardPolicy)",
-    )  # fmt: skip
-    parser.add_argument("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
-    parser.add_argument("--dtype", help="of computation, as bfloat16 (default: the parameters')")
-    parser.add_argument("--reduce-dtype", help="in which gradients travel (default: their own)")
-    parser.add_argument(
-        "--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)"
     )
-    parser.add_argument(
-        "--checkpointing", nargs="?", const="full", choices=("full", "selective"), default=False,
+    add("--optimizer", help="of torch.optim (default: the target's; with --hf AdamW)")
+    add("--dtype", help="of computation, as bfloat16 (default: the parameters')")
+    add("--reduce-dtype", help="in which gradients travel (default: their own)")
+    add("--sequence", type=int, default=2048, help="with --hf, tokens of a sample (default: 2048)")
+    add(
+        "--checkpointing",
+        nargs="?",
+        const="full",
+        choices=("full", "selective"),
+        default=False,
         help="with --hf, blocks are computed again in backward (selective: but attention and every other product)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes"
     )
-    parser.add_argument(
-        "--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON"
-    )
-    parser.add_argument("--compiled", action="store_true", help="with --device: by torch.compile")
-    parser.add_argument("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
-    parser.add_argument(
+    add("--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes")
+    add("--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON")
+    add("--compiled", action="store_true", help="with --device: by torch.compile")
+    add("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
+    add(
         "--plot",
         metavar="FILE",
         help="a picture: memory over a step, bytes sent, and times (.svg, .png, .pdf)",
     )
-    parser.add_argument("--json", action="store_true", help="prints data, not a table")
+    add("--json", action="store_true", help="prints data, not a table")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints estimates."""
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate.report import (
-        as_data,
-        as_text,
-        device_in_words,
-        in_words,
-        plot,
-        times_as_text,
-    )
+    from shardkit.tools.estimate import report
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
@@ -97,36 +85,32 @@ def run(options: argparse.Namespace) -> int:
             options.hf, options.optimizer, dtype, options.sequence, options.checkpointing, reduce
         )
     subject = _adapted(subject, options)
-    strategies = (
-        list(estimating.STRATEGIES)
-        if options.strategy == "all"
-        else [s.strip() for s in options.strategy.split(",")]
-    )
+    strategies = [s.strip() for s in options.strategy.split(",")]
+    if options.strategy == "all":
+        strategies = list(estimating.STRATEGIES)
+    how = {"points": 200 if options.plot else 0, "on_host": options.on_cpu, "compiled": options.compiled}
     found = [
-        estimating.estimate(
-            subject, s, w, b, points=200 if options.plot else 0, on_host=options.on_cpu, device=device,
-            compiled=options.compiled,
-        )
+        estimating.estimate(subject, s, w, b, device=device, **how)
         for s in strategies
         for b in options.batch
         for w in options.ranks
-    ]  # fmt: skip
+    ]
     limit = options.device_memory
     memory = device.memory if limit is None and device is not None else limit
     if options.json:
-        print(json.dumps(as_data(subject, found), indent=1))
+        print(json.dumps(report.as_data(subject, found), indent=1))
     else:
-        print(as_text(subject, found, memory))
+        print(report.as_text(subject, found, memory))
         if device is not None:
-            print("\n" + times_as_text(subject, found, device))
+            print("\n" + report.times_as_text(subject, found, device))
         if options.lora is not None:
-            print("\n".join(map(device_in_words, found)))
+            print("\n".join(map(report.device_in_words, found)))
     if limit is not None and not options.json:
         for s in strategies:
             for b in options.batch:
-                print(in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
+                print(report.in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
     if options.plot:
-        plot(subject, found, options.plot, memory)
+        report.plot(subject, found, options.plot, memory)
     return 0
 
 

@@ -16,20 +16,17 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="files, or folders with all below them"
-    )
-    parser.add_argument("--diff", action="store_true", help="print what would change; write nothing")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with 1 if something would change; write nothing"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders with all below them")
+    add("--diff", action="store_true", help="print what would change; write nothing")
+    add("--check", action="store_true", help="exit with 1 if something would change; write nothing")
+    add(
         "--strings",
         action="store_true",
         help="rewrite strings, too, that are the path of something shardkit has",
     )
-    parser.add_argument("--xla", action="store_true", help="rewrite imports of torch_xla's FSDP, too")
-    parser.add_argument("--torch-fsdp", action="store_true", help="rewrite imports of torch's FSDP1, too")
+    add("--xla", action="store_true", help="rewrite imports of torch_xla's FSDP, too")
+    add("--torch-fsdp", action="store_true", help="rewrite imports of torch's FSDP1, too")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,67 +20,57 @@ from . import run_as_fairscale
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="4", help="how many (default: 4); with --bits several, as 1,2,3")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ranks", default="4", help="how many (default: 4); with --bits several, as 1,2,3")
+    add(
         "--steps",
         type=int,
         help="ends each rank after so many steps of an optimizer (default: the whole script)",
     )
-    parser.add_argument("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
-    parser.add_argument("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
-    parser.add_argument(
+    add("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
+    add("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
+    add(
         "--cpu",
         action="store_true",
         default=None,
         help="CUDA devices that the script names mean the CPU (default: where there is no CUDA)",
     )
-    parser.add_argument(
+    add(
         "--compare",
         action="store_true",
         help="runs it on one rank too, on the batches of all, for its losses",
     )
-    parser.add_argument(
+    add(
         "--bits",
         action="store_true",
         help="tells the first bit in which numbers of ranks differ (docs/SAME_BITS.md)",
     )
-    parser.add_argument("--timeout", type=float, help="seconds (default: no limit)")
-    parser.add_argument("--json", action="store_true", help="prints data, not text")
+    add("--timeout", type=float, help="seconds (default: no limit)")
+    add("--json", action="store_true", help="prints data, not text")
     run_as_fairscale.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from shardkit.tools.rehearsal import rehearse
+    from shardkit.tools.rehearsal.bits import rehearse_bits
 
     sizes = _numbers("--ranks", options.ranks)
+    how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}
     if options.bits:
-        return _compare_bits(options, sizes)
+        bits = rehearse_bits(options.program, sizes, **how)
+        print(json.dumps({"good": bits.is_good, "partings": bits.partings}) if options.json else bits)
+        return 0 if bits.is_good else 1
     if len(sizes) != 1:
         raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
     report = rehearse(
         options.program,
         sizes[0],
-        steps=options.steps,
-        arguments=options.arguments,
-        is_module=options.is_module,
         show=_ranks(options.show, sizes[0]),
         memory=not options.no_memory,
-        timeout=options.timeout,
         compare=options.compare,
-        cpu=options.cpu,
+        **how,
     )
-    print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report.text()}")
-    return 0 if report.is_good else 1
-
-
-def _compare_bits(options: argparse.Namespace, sizes: list[int]) -> int:
-    from shardkit.tools.rehearsal.bits import rehearse_bits
-
-    report = rehearse_bits(
-        options.program, sizes, steps=options.steps, arguments=options.arguments, is_module=options.is_module,
-        timeout=options.timeout, cpu=options.cpu,
-    )  # fmt: skip
-    print(json.dumps({"good": report.is_good, "partings": report.partings}) if options.json else report)
+    print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report}")
     return 0 if report.is_good else 1
 
 

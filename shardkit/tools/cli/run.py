@@ -23,45 +23,36 @@ from . import run_as_fairscale
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ranks", type=int, help="processes on each machine (default: one for each accelerator, or 1)"
-    )
-    parser.add_argument(
-        "--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="machines (default: 1)"
-    )
-    parser.add_argument(
-        "--rdzv", dest="rendezvous", default="", metavar="HOST:PORT", help="where machines meet: one of them"
-    )
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ranks", type=int, help="processes on each machine (default: one for each accelerator, or 1)")
+    add("--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="machines (default: 1)")
+    add("--rdzv", dest="rendezvous", default="", metavar="HOST:PORT", help="where machines meet: one of them")
+    add("--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)")
+    add(
         "--min-ranks",
         dest="least",
         type=int,
         metavar="MIN_RANKS",
         help="ranks on each machine to go on with, when one has failed twice (default: all)",
     )
-    parser.add_argument("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
-    parser.add_argument(
-        "--join-timeout", type=int, default=600, metavar="SECONDS", help="for other machines (default: 600)"
-    )
-    parser.add_argument(
+    add("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
+    add("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
+    add("--join-timeout", type=int, default=600, metavar="SECONDS", help="for other machines (default: 600)")
+    add(
         "--trace",
         default="",
         metavar="steps=FIRST:LAST",
         help="runs/ID/trace.json has these steps of all ranks, both included and counted from 0, as steps=10:12 for "
         "three of them; shardkit trace explains it",
     )
-    parser.add_argument(
+    add(
         "--grace",
         type=float,
         default=60,
         metavar="SECONDS",
         help="to save and end after SIGTERM; then a page says where ranks stand, and they are ended (default: 60)",
     )
-    parser.add_argument(
+    add(
         "--stuck-after",
         type=float,
         default=3600,
@@ -73,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shardkit.tools.run import launcher
+    from shardkit.tools.run import RunOptions, launcher
 
-    names = {field.name for field in fields(launcher.RunOptions)}
+    names = {field.name for field in fields(RunOptions)}
     given = {name: value for name, value in vars(options).items() if name in names}
     given["program"] = [*["-m"] * options.is_module, options.program, *options.arguments]
     given["command"] = shlex.join(["shardkit", *sys.argv[1:]])
@@ -83,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         import torch
 
         given["ranks"] = torch.accelerator.device_count() or 1
-    return launcher.run(launcher.RunOptions(**given))
+    return launcher.run(RunOptions(**given))
 
 
 def _nodes(text: str) -> tuple[int, int]:

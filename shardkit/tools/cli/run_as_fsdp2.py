@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import argparse
 
-from .run_as_fairscale import RUNS_A_PROGRAM, add_arguments, run_program
+from .run_as_fairscale import RUNS_A_PROGRAM, add_arguments
 
 __all__ = ["RUNS_A_PROGRAM", "add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the program as ``__main__``; what it raises passes through, SystemExit too."""
+    from shardkit.tools.run.rank import run_program
     from shardkit.torch_fsdp import fsdp2
 
     fsdp2.install()
-    return run_program(options)
+    run_program([options.program, *options.arguments], options.is_module)
+    return 0

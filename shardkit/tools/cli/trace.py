@@ -16,26 +16,27 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="a trace, its parts (*.rank-N.json), or their folder"
-    )
-    parser.add_argument("--json", action="store_true", help="prints data, not tables")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of a step (.svg, .png, .pdf)")
-    parser.add_argument("--step", type=int, help="which step is plotted (default: the last)")
-    parser.add_argument("--merge", metavar="FILE", help="writes parts as one trace")
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="a trace, its parts (*.rank-N.json), or their folder")
+    add("--json", action="store_true", help="prints data, not tables")
+    add("--plot", metavar="FILE", help="a picture of a step (.svg, .png, .pdf)")
+    add("--step", type=int, help="which step is plotted (default: the last)")
+    add("--merge", metavar="FILE", help="writes parts as one trace")
 
 
 def run(options: argparse.Namespace) -> int:
+    from shardkit.launching.run_folder import write_at_once
     from shardkit.tools.trace.plots import plot
     from shardkit.tools.trace.report import analyse, as_data, as_text
-    from shardkit.tracing.recording import write_atomically
     from shardkit.tracing.timeline import of_events, read_events
 
     events = read_events(options.files)
     trace = of_events(events)
     found = analyse(trace)
     if options.merge:
-        write_atomically(Path(options.merge), json.dumps(events))
+        merged = Path(options.merge)
+        merged.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(merged, json.dumps(events))
     if options.plot:
         plot(trace, options.plot, options.step)
     if options.json:

@@ -18,14 +18,13 @@ from shardkit.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", help="script.py:name or package.module:name")
-    parser.add_argument("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp", "fully_shard"))
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine's CPU (default: 2)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of training (default: 3)")
-    parser.add_argument(
-        "--bits", action="store_true", help="with a fixed order of sums, to the bit (docs/SAME_BITS.md)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("target", help="script.py:name or package.module:name")
+    add("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp", "fully_shard"))
+    add("--ranks", type=int, default=2, help="processes on this machine's CPU (default: 2)")
+    add("--steps", type=int, default=3, help="steps of training (default: 3)")
+    add("--bits", action="store_true", help="with a fixed order of sums, to the bit (docs/SAME_BITS.md)")
+    add(
         "--option",
         action="append",
         default=[],

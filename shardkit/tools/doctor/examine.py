@@ -18,9 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from ...errors import RankFailedError
 from ...launching import launch
 from ...launching.started import started_rank
 from ...tracing.tables import counted
+from ...types import T
 from ...version import __version_tuple__
 from . import ERROR, NOTE, WARNING, Finding, in_order
 from .network import check_names, check_own_address, interfaces, machine_id, own_name
@@ -44,7 +45,6 @@ _CLOCKS = 1.0  # seconds; more confuses logs, and what compares times of files
 _SLOW = 0.4  # of the median bandwidth
 _POOR = 0.125  # GB/s: 1 Gbit/s
 _LOST = 0.01  # of the segments
-T = TypeVar("T")
 
 
 class Link(NamedTuple):
@@ -72,7 +72,7 @@ class OpenFiles(NamedTuple):
 
 
 def measure_links(hosts: list[str]) -> list[Link]:
-    """Collective; on rank 0 all links, elsewhere none."""
+    """Measures pairs of ranks (collective); returns all links on rank 0, elsewhere none."""
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     ranks = sorted(ranks if len(ranks) > 1 else range(len(hosts)))[:_MOST]
     found = []
@@ -88,7 +88,7 @@ def measure_links(hosts: list[str]) -> list[Link]:
 
 
 def gathered(value: T) -> list[T]:
-    """Each rank's value (collective). torch's own call for that needs numpy."""
+    """Returns each rank's value (collective). torch's own call for that needs numpy."""
     return get_backend("gloo").group().all_gather_object(value, label="shardkit doctor")
 
 
@@ -146,23 +146,21 @@ def _open_files() -> int:
 
 
 def segments() -> tuple[int, int]:
-    """TCP segments that this machine has sent, and has sent again."""
+    """Counts TCP segments that this machine has sent, and has sent again."""
     try:
-        lines = [
-            line.split()
-            for line in Path("/proc/net/snmp").read_text().splitlines()
-            if line.startswith("Tcp:")
-        ]
+        lines = Path("/proc/net/snmp").read_text().splitlines()
     except OSError:
         return 0, 0
-    counts = dict(zip(lines[0][1:], lines[1][1:], strict=True))
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    counts = dict(zip(names, values, strict=True))
     return int(counts["OutSegs"]), int(counts["RetransSegs"])
 
 
 def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
     usual = statistics.median(link.gbytes for link in links) if links else 0.0
     for link in links:
-        name = _name(link, hosts)
+        a, b = hosts[link.first], hosts[link.second]
+        name = f"ranks {link.first} and {link.second} ({a if a == b else f'{a}, {b}'})"
         if link.gbytes < _SLOW * usual or link.gbytes < _POOR:
             yield Finding(
                 WARNING if link.gbytes < _SLOW * usual else NOTE,
@@ -179,7 +177,7 @@ def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
 
 
 def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
-    """Packets that were lost while links were measured."""
+    """Reports packets that were lost while links were measured."""
     if sent < 50 or again / sent < _LOST:
         return
     yield Finding(
@@ -188,12 +186,6 @@ def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
         "check cables, switches and the interface's errors (ip -s link); collectives wait for each lost packet",
         host,
     )
-
-
-def _name(link: Link, hosts: list[str]) -> str:
-    a, b = hosts[link.first], hosts[link.second]
-    where = f" ({a})" if a == b else f" ({a}, {b})"
-    return f"ranks {link.first} and {link.second}{where}"
 
 
 # ------------------------------------------------------------ the examination
@@ -217,13 +209,8 @@ class Examination:
         return not any(f.level == ERROR for f in self.findings)
 
 
-@dataclass(frozen=True)
-class _Told:
-    machine: Machine
-    links: list[Link]
-    files: OpenFiles | None
-    lost: list[Finding]
-    host: str
+# Of a rank: its machine, and what was measured.
+_Told: TypeAlias = "tuple[Machine, list[Link], OpenFiles | None]"
 
 
 def examine(world_size: int | None) -> Examination | None:
@@ -274,7 +261,8 @@ def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
     machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
     files, links = measure_files(), measure_links(hosts)
     sent, again = (now - then for now, then in zip(segments(), before, strict=True))
-    return _Told(machine, links, files, list(check_segments(machine.host, sent, again)), hosts[rank])
+    machine.findings += check_segments(machine.host, sent, again)
+    return machine, links, files
 
 
 def _names(ids: list[tuple[str, ...]]) -> list[str]:
@@ -286,9 +274,10 @@ def _names(ids: list[tuple[str, ...]]) -> list[str]:
 
 
 def _report(told: list[_Told], world_size: int) -> Examination:
-    machines = list({t.machine.host: t.machine for t in reversed(told)}.values())[::-1]
-    hosts, links, files = [t.host for t in told], told[0].links, told[0].files
-    findings = [f for t in told for f in (*t.machine.findings, *t.lost)]
+    _, links, files = told[0]
+    looks = [machine for machine, _, _ in told]
+    hosts, findings = [m.host for m in looks], [f for m in looks for f in m.findings]
+    machines = [looks[hosts.index(host)] for host in dict.fromkeys(hosts)]
     findings += [*compare(machines), *check_links(links, hosts)]
     if files is not None:
         for machine in machines:
@@ -340,7 +329,7 @@ def as_data(report: Examination) -> dict[str, object]:
     return {
         "ok": report.is_well,
         "world_size": report.world_size,
-        "machines": [machine.as_data() for machine in report.machines],
+        "machines": [{k: v for k, v in vars(m).items() if k != "findings"} for m in report.machines],
         "hosts": report.hosts,
         "links": [link._asdict() for link in report.links],
         "open_files_of_a_rank": report.files._asdict() if report.files else None,
@@ -350,8 +339,16 @@ def as_data(report: Examination) -> dict[str, object]:
 
 # ------------------------------------------------------------ one machine
 _PACKAGES = (
-    "torch", "torch_xla", "numpy", "safetensors", "xxhash", "torchdata", "transformers", "accelerate", "lightning"
-)  # fmt: skip
+    "torch",
+    "torch_xla",
+    "numpy",
+    "safetensors",
+    "xxhash",
+    "torchdata",
+    "transformers",
+    "accelerate",
+    "lightning",
+)
 _SHM = 1 << 30  # bytes; containers have 64 MB where nobody says otherwise
 _SPARE = 1.25  # files that a program opens itself, above what ranks need
 _MEMLOCK = 1 << 30
@@ -369,11 +366,6 @@ class Machine:
     memory: dict[str, int]
     interfaces: dict[str, dict[str, object]]
     findings: list[Finding] = field(default_factory=list)
-
-    def as_data(self) -> dict[str, object]:
-        data = asdict(self)
-        del data["findings"]
-        return data
 
 
 def look(machines: int, environment: Mapping[str, str] = os.environ, host: str = "") -> Machine:
@@ -454,7 +446,7 @@ def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
 
 # ------------------------------------------------------------------ limits and memory
 def _limits() -> dict[str, int]:
-    """Soft and hard limits; -1: none."""
+    """Returns soft and hard limits; -1: none."""
     try:
         import resource
     except ImportError:
@@ -466,7 +458,7 @@ def _limits() -> dict[str, int]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes."""
+    """Returns bytes of each kind of memory."""
     memory = {}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         memory["machine"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -498,7 +490,7 @@ def _check_memory(found: Machine) -> Iterator[Finding]:
 def check_open_files(
     limits: Mapping[str, int], base: float, each: float, world_size: int
 ) -> Iterator[Finding]:
-    """Against what a rank needs: ``base + each * (world_size - 1)``, as measured."""
+    """Compares limits with what a rank needs: ``base + each * (world_size - 1)``, as measured."""
     need = int(_SPARE * (base + each * (world_size - 1))) + 1
     soft, hard = limits.get("open_files", -1), limits.get("open_files_hard", -1)
     if soft < 0 or soft >= need:
@@ -534,21 +526,22 @@ def compare(machines: list[Machine]) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------ variables that contradict each other, or cost
+_UNSET = "unset it for training"
 _COSTLY = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "each operation on the device is waited for", "unset it for training"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch compares each collective over all ranks", "unset it for training"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "each operation on the device is waited for", _UNSET),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "torch compares each collective over all ranks", _UNSET),
     "NCCL_P2P_DISABLE": ("1", "GPUs exchange through the machine's memory", "unset it, if it can do better"),
     "NCCL_IB_DISABLE": ("1", "InfiniBand is not used", "unset it, if the machines have it"),
     "NCCL_SHM_DISABLE": ("1", "GPUs of a machine exchange through sockets", "unset it; see /dev/shm"),
     "GLOO_DEVICE_TRANSPORT": ("TCP_TLS", "what gloo sends is encrypted", "unset it within a trusted network"),
     "TORCH_USE_RTLD_GLOBAL": ("1", "symbols of libraries may replace each other's", "unset it"),
-    "TORCH_SHOW_CPP_STACKTRACES": ("1", "errors take seconds", "unset it for training"),
-    "PYTHONDONTWRITEBYTECODE": ("1", "every rank compiles every module at each start", "unset it where ranks start"),
-}  # fmt: skip
-
-
-def check_variables(environment: Mapping[str, str], devices: int) -> list[Finding]:
-    return [*_check_ranks(environment), *_check_visible(environment, devices), *_check_costs(environment)]
+    "TORCH_SHOW_CPP_STACKTRACES": ("1", "errors take seconds", _UNSET),
+    "PYTHONDONTWRITEBYTECODE": (
+        "1",
+        "every rank compiles every module at each start",
+        "unset it where ranks start",
+    ),
+}
 
 
 def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -557,11 +550,9 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
     given = [name for name in names if environment.get(name)]
     if started is None and given:
         missing = [name for name in names if name not in given]
-        what = (
-            f"{', '.join(given)} set, but not {', '.join(missing)}"
-            if missing
-            else "variables of another process's rank"
-        )
+        what = "variables of another process's rank"
+        if missing:
+            what = f"{', '.join(given)} set, but not {', '.join(missing)}"
         yield Finding(
             WARNING,
             f"{what}: libraries read them, each in its own way",
@@ -585,7 +576,8 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _check_visible(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
+def check_variables(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
+    yield from _check_ranks(environment)
     local = environment.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and 1 < devices < int(local):
         yield Finding(
@@ -593,9 +585,6 @@ def _check_visible(environment: Mapping[str, str], devices: int) -> Iterator[Fin
             f"{local} ranks on a machine with {devices} visible accelerators",
             "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES",
         )
-
-
-def _check_costs(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name, (value, costs, do) in _COSTLY.items():
         if environment.get(name) == value:
             yield Finding(NOTE, f"{name}={value}: {costs}", do)

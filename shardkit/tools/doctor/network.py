@@ -24,7 +24,7 @@ _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def interfaces() -> dict[str, dict[str, object]]:
-    """Lists by name: address (IPv4), state, speed in Mbit/s (0: unknown), mtu."""
+    """Lists by name address (IPv4), state, speed in Mbit/s (0: unknown), and mtu."""
     found = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
@@ -79,10 +79,8 @@ def check_names(
     usable = ", ".join(sorted(n for n, facts in known.items() if facts["address"])) or "none"
     for variable in _NAMED_BY:
         value = environment.get(variable, "")
-        is_prefix = variable.startswith(
-            "NCCL"
-        )  # a list of them, "=" for whole names, "^" for those that are not meant
-        if is_prefix:
+        is_prefix = variable.startswith("NCCL")
+        if is_prefix:  # a list of them, "=" for whole names, "^" for those that are not meant
             value = "" if value.startswith("^") else value.lstrip("=").partition(",")[0].partition(":")[0]
         if not value:
             continue
@@ -106,9 +104,7 @@ def check_own_address(address: str, machines: int, environment: Mapping[str, str
     if machines < 2 or environment.get("GLOO_SOCKET_IFNAME"):
         return
     if not address or address.startswith("127."):
-        what = (
-            f"this machine's name stands for {address}" if address else "this machine's name has no address"
-        )
+        what = f"this machine's name {f'stands for {address}' if address else 'has no address'}"
         yield Finding(
             WARNING,
             f"{what}: gloo tells other machines an address at which they don't reach this one",
@@ -169,9 +165,8 @@ def _is_store(host: str, port: int) -> bool:
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_ANSWER).check(
-                ["any"]
-            )
+            store = TCPStore(host, port, None, is_master=False, wait_for_workers=False, timeout=_ANSWER)
+            store.check(["any"])
             answered.set()
 
     threading.Thread(target=ask, daemon=True).start()

@@ -5,6 +5,15 @@ from .stepping import Estimate, estimate, smallest_ranks
 from .subjects import STRATEGIES, Subject, from_experiment, from_hugging_face, with_adapters
 
 __all__ = [
-    "DEVICES", "STRATEGIES", "Device", "Estimate", "Subject", "device_named", "estimate", "from_experiment",
-    "from_hugging_face", "smallest_ranks", "with_adapters",
-]  # fmt: skip
+    "DEVICES",
+    "STRATEGIES",
+    "Device",
+    "Estimate",
+    "Subject",
+    "device_named",
+    "estimate",
+    "from_experiment",
+    "from_hugging_face",
+    "smallest_ranks",
+    "with_adapters",
+]

@@ -95,30 +95,42 @@ _TORCHTITAN = "torchtitan's Llama 3.1 8B on 8 H100 (FSDP2, not compiled: 5,762 t
 DEVICES = {
     d.name: d
     for d in (
+        # flops, flops_fp32, memory, memory_bandwidth, link, network
         Device(
-            "h100", 989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 50e9, efficiency=0.418,
+            "h100",
+            *(989e12, 67e12, 80 * 2**30, 3.35e12, 450e9, 50e9),
+            efficiency=0.418,
             source=f"{_NVIDIA.format('H100 SXM', 400)}; efficiency fitted on {_TORCHTITAN}",
         ),
         Device(
-            "a100", 312e12, 19.5e12, 80 * 2**30, 2.04e12, 300e9, 25e9, efficiency=0.65,
+            "a100",
+            *(312e12, 19.5e12, 80 * 2**30, 2.04e12, 300e9, 25e9),
+            efficiency=0.65,
             source=f"{_NVIDIA.format('A100 SXM 80GB', 200)}; efficiency by torchtitan's Llama 3 8B on 64 A100 (2,904 "
             "to 2,973 tokens/s a GPU), whose batch and checkpointing were assumed",
         ),
         Device(
-            "b200", 2250e12, 75e12, 180e9, 8e12, 900e9, 50e9, efficiency=0.418,
+            "b200",
+            *(2250e12, 75e12, 180e9, 8e12, 900e9, 50e9),
+            efficiency=0.418,
             source=f"{_NVIDIA.format('DGX B200', 400)}; efficiency assumed to be H100's",
         ),
         Device(
-            "tpu-v5p", 459e12, 459e12, 95e9, 2.765e12, 540e9, 6.25e9, per_host=6144, axes=3, hop=1e-6, efficiency=0.6,
+            "tpu-v5p",
+            *(459e12, 459e12, 95e9, 2.765e12, 540e9, 6.25e9),
+            per_host=6144,
+            axes=3,
+            hop=1e-6,
+            efficiency=0.6,
             source="Google Cloud's page of TPU v5p (slices of up to 6,144 chips; six links of 90 GB/s in each "
             "direction); efficiency, latencies and the network between slices assumed",
         ),
     )
-}  # fmt: skip
+}
 
 
 def device_named(name: str) -> Device:
-    """One of the table, or of a JSON file with the attributes of a :class:`Device`; ``like`` names one to start from.
+    """Finds one in the table, or in a JSON file with attributes of a :class:`Device`; ``like`` names one to begin with.
 
     Raises:
         ConfigurationError: there is none, or the file is not of this kind.
@@ -200,7 +212,10 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
     Args:
         padding: by label, how much larger a unit is with FSDP2's padding.
     """
-    events = [_padded(e, padding) if isinstance(e, Issue) else e for e in events]
+    for k, event in enumerate(events := list(events)):
+        if isinstance(event, Issue):
+            larger = padding.get(event.label.removeprefix("gradients of "), 1.0)
+            events[k] = event._replace(nbytes=event.nbytes * larger)
     gathers = {e.number: e for e in events if isinstance(e, Issue) and e.operation == "all_gather"}
     number = -2  # of what is gathered again
     found: list[Event] = []
@@ -247,8 +262,3 @@ def as_fsdp2(events: Sequence[Event], padding: Mapping[str, float]) -> list[Even
         else:
             found.append(event)
     return found
-
-
-def _padded(event: Issue, padding: Mapping[str, float]) -> Issue:
-    larger = padding.get(event.label.removeprefix("gradients of "), 1.0)
-    return event._replace(nbytes=event.nbytes * larger)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None = None) -> str:
     """Returns a table, a line for each estimate; ``limit`` is what a device has, in bytes."""
     head = ("strategy", "ranks", "batch", "peak", *KINDS, "sent a step", "fits")
-    rows = [
-        (e.strategy, f"{e.ranks:,}", f"{e.batch:,}", in_bytes(e.peak), *[in_bytes(e.kinds[kind]) for kind in KINDS],
-         in_bytes(e.sent), "" if limit is None else "yes" if e.peak <= limit else "no")
-        for e in estimates
-    ]  # fmt: skip
+    rows = []
+    for e in estimates:
+        sizes = map(in_bytes, (e.peak, *(e.kinds[kind] for kind in KINDS), e.sent))
+        fits = "" if limit is None else "yes" if e.peak <= limit else "no"
+        rows.append((e.strategy, f"{e.ranks:,}", f"{e.batch:,}", *sizes, fits))
     title = f"{subject.name}: {counted(estimates[0].parameters, 'parameter')}; the fullest rank, at the peak of a step"
     return f"{title}\n{plain_table(head, rows, right=range(1, 10))}"
 
@@ -36,27 +36,16 @@ def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None
 def times_as_text(subject: Subject, estimates: Sequence[Estimate], device: Device) -> str:
     """Returns a table of times, a line for each schedule of each estimate."""
     what = "tokens" if subject.tokens else "samples"
-    head = (
-        "schedule",
-        "ranks",
-        "batch",
-        "step",
-        "exposed",
-        "of it",
-        "collectives",
-        "in flight",
-        f"{what}/s a rank",
-        "all ranks",
-    )
+    times_of = ("step", "exposed", "of it", "collectives", "in flight")
+    head = ("schedule", "ranks", "batch", *times_of, f"{what}/s a rank", "all ranks")
     rows = []
     for e in estimates:
         for name, t in e.times.items():
             rate = e.batch * max(1, subject.tokens) / t.step
-            rows.append(
-                (name, f"{e.ranks:,}", f"{e.batch:,}", in_time(1e6 * t.step), in_time(1e6 * t.exposed),
-                 f"{100 * t.exposed / t.step:.1f} %", in_time(1e6 * t.communicating), in_bytes(t.in_flight),
-                 f"{rate:,.0f}", f"{rate * e.ranks:,.0f}")
-            )  # fmt: skip
+            step, exposed, busy = (in_time(1e6 * time) for time in (t.step, t.exposed, t.communicating))
+            times = (step, exposed, f"{100 * t.exposed / t.step:.1f} %", busy, in_bytes(t.in_flight))
+            numbers = [f"{n:,.0f}" for n in (e.ranks, e.batch, rate, rate * e.ranks)]
+            rows.append((name, *numbers[:2], *times, *numbers[2:]))
     title = f"a step on {device.name}; {device.source or 'no source is given'}"
     return f"{title}\n{plain_table(head, rows, right=range(1, 10))}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from unittest import mock
@@ -58,7 +57,7 @@ class MemoryWatch(LiveTensors):
             super().count(storage)
 
     def grown(self) -> None:
-        """Nothing: what is alive within an operation does not count."""
+        """Does nothing: what is alive within an operation does not count."""
 
     def __torch_dispatch__(
         self,
@@ -79,7 +78,7 @@ class MemoryWatch(LiveTensors):
         return result
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes now."""
+        """Counts bytes now."""
         found, counted = dict.fromkeys(KINDS, 0), set()
         for kind, tensors in self._kinds().items():
             for tensor in tensors:
@@ -124,9 +123,16 @@ class Estimate:
 
 
 def estimate(
-    subject: Subject, strategy: str, ranks: int, batch: int = 1, *, points: int = 0, on_host: bool = False,
-    device: Device | None = None, compiled: bool = False,
-) -> Estimate:  # fmt: skip
+    subject: Subject,
+    strategy: str,
+    ranks: int,
+    batch: int = 1,
+    *,
+    points: int = 0,
+    on_host: bool = False,
+    device: Device | None = None,
+    compiled: bool = False,
+) -> Estimate:
     """Wraps the subject's model as ``strategy`` says, and runs steps of the fullest of so many ranks.
 
     Tensors are on the meta device: nothing is computed, and no memory is used. What an operation needs within itself, a
@@ -152,14 +158,9 @@ def estimate(
         raise ConfigurationError(
             f"times on {device.name} are not those of ranks on CPUs; ask for one of the two"
         )
-    with _without_values(subject), torch.device("meta"), as_on_devices(on_host):
-        return _MetaTraining(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
-
-
-@contextlib.contextmanager
-def _without_values(subject: Subject) -> Iterator[None]:
     try:
-        yield
+        with torch.device("meta"), as_on_devices(on_host):
+            return _MetaTraining(subject, strategy, ranks, batch, on_host).run(points, device, compiled)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, ShardkitError):
             raise
@@ -210,9 +211,18 @@ class _MetaTraining:
         seen = self._watched(ordered).seen
         course = list(zip(ordered, seen, strict=True))
         return Estimate(
-            self._strategy, self._ranks, self._batch, self._numel, watch.peak, dict(course)[watch.peak_at],
-            watch.bytes, sent, collectives, course if points else [], self._times(group.tape, device),
-        )  # fmt: skip
+            strategy=self._strategy,
+            ranks=self._ranks,
+            batch=self._batch,
+            parameters=self._numel,
+            peak=watch.peak,
+            kinds=dict(course)[watch.peak_at],
+            resident=watch.bytes,
+            sent=sent,
+            collectives=collectives,
+            course=course if points else [],
+            times=self._times(group.tape, device),
+        )
 
     def _times(self, tape: Tape | None, device: Device | None) -> dict[str, Times]:
         if tape is None or device is None:
@@ -255,7 +265,7 @@ class _MetaTraining:
 
 
 def smallest_ranks(subject: Subject, strategy: str, batch: int, limit: int) -> Estimate | None:
-    """The estimate for the fewest ranks whose peak is at most ``limit`` bytes; None if no number of ranks is enough.
+    """Estimates the fewest ranks whose peak is at most ``limit`` bytes; None if no number of ranks is enough.
 
     What every rank holds whole (activations, a gathered unit) does not shrink with ranks: where doubling them changes
     the peak by less than 1 %, more are not tried.
@@ -293,9 +303,9 @@ class _ChecksPass(TorchFunctionMode):
         return result
 
 
-@contextmanager
+@contextlib.contextmanager
 def as_on_devices(on_host: bool) -> Iterator[None]:
-    """Inside, meta tensors do what tensors of a device would.
+    """Makes meta tensors do, inside, what tensors of a device would.
 
     - ``scaled_dot_product_attention`` keeps its inputs, its output and one number for each row. For meta tensors torch
       would choose operations that make the matrix of all queries and keys, which no device does that has a fused one.
@@ -312,10 +322,17 @@ def as_on_devices(on_host: bool) -> Iterator[None]:
 
 
 def _fused(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    *, knows_dropout: bool,
-) -> Tree:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    knows_dropout: bool,
+) -> Tree:
     fits = query.is_meta and query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not fits or (dropout_p and not knows_dropout) or (attn_mask is not None and attn_mask.requires_grad):
         return _attention(

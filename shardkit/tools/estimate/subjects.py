@@ -197,20 +197,6 @@ def with_adapters(subject: Subject, rank: int, frozen: Frozen = "reshard") -> Su
     return replace(subject, name=f"{subject.name} with LoRA of rank {rank}", model=model, frozen=frozen)
 
 
-def tree_on_meta(tree: Tree, batch: int | None) -> Tree:
-    """Returns the same without values, with so many samples in the first dimension of each tensor."""
-
-    def on_meta(value: Tree) -> Tree:
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = list(value.shape)
-        if batch is not None and shape:
-            shape[0] = batch
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-
-    return tree_map(on_meta, tree)
-
-
 def optimizer_named(name: str) -> tuple[type[torch.optim.Optimizer], Kwargs]:
     """Returns a class of torch.optim with its defaults."""
     kind = getattr(torch.optim, name, None)
@@ -237,18 +223,28 @@ def from_experiment(
             experiment.wrap(model, unit)
 
     def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        def on_meta(value: Tree) -> Tree:
+            if not isinstance(value, torch.Tensor):
+                return value
+            shape = (batch, *value.shape[1:]) if value.dim() else ()
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+
         with torch.device("cpu"):
             example = experiment.batch(0, 0)
-        return experiment.loss(model, tree_on_meta(example, batch))
+        return experiment.loss(model, tree_map(on_meta, example))
 
     kind = optimizer_named(optimizer) if optimizer else chosen
     return Subject(target, lambda: experiment.build().to("meta"), loss, kind, units, compute, reduce)
 
 
 def from_hugging_face(
-    config: str | Path, optimizer: str | None = None, compute: torch.dtype | None = None,
-    sequence: int = 2048, checkpointing: str | bool = False, reduce: torch.dtype | None = None,
-) -> Subject:  # fmt: skip
+    config: str | Path,
+    optimizer: str | None = None,
+    compute: torch.dtype | None = None,
+    sequence: int = 2048,
+    checkpointing: str | bool = False,
+    reduce: torch.dtype | None = None,
+) -> Subject:
     """Returns a language model by its ``config.json``; units are the blocks that transformers does not split.
 
     Args:
@@ -286,8 +282,9 @@ def from_hugging_face(
         result: torch.Tensor = found(input_ids=tokens, labels=tokens, use_cache=False).loss
         return result
 
-    return Subject(path.stem if path.stem != "config" else made.model_type, model, loss,
-                   optimizer_named(optimizer or "AdamW"), blocks_of, compute, reduce, sequence)  # fmt: skip
+    name = path.stem if path.stem != "config" else made.model_type
+    chosen = optimizer_named(optimizer or "AdamW")
+    return Subject(name, model, loss, chosen, blocks_of, compute, reduce, sequence)
 
 
 def _selective() -> tuple[ContextManager[None], ContextManager[None]]:

@@ -106,8 +106,11 @@ class Tape:
         self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, event: Event) -> None:
-        self._end_fused()
-        self.events.append(event)
+        """Records an event, after the kernel that was being fused."""
+        stay = sum(size for storage, size in self._written.values() if storage() is not None)
+        moved = sum(self._read.values()) + stay
+        self._read, self._written = {}, {}
+        self.events += [Kernel(0, 4, moved), event] if moved else [event]
 
     def collective(self, operation: str, nbytes: float, label: str) -> Work:
         """Notes that a collective on so many bytes, of all ranks together, is issued."""
@@ -135,13 +138,6 @@ class Tape:
                 self._read[key] = max(size, self._read.get(key, 0))
         for t in outputs:
             self._written[_key(t)] = weakref.ref(t.untyped_storage()), _nbytes(t)
-
-    def _end_fused(self) -> None:
-        stay = sum(size for storage, size in self._written.values() if storage() is not None)
-        moved = sum(self._read.values()) + stay
-        self._read, self._written = {}, {}
-        if moved:
-            self.events.append(Kernel(0, 4, moved))
 
 
 def _key(tensor: torch.Tensor) -> int:

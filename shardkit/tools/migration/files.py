@@ -102,7 +102,7 @@ def _read(path: Path) -> bytes:
 
 
 def below(paths: Iterable[Path]) -> Iterator[Path]:
-    """Files to look at: those that are named, and Python and configuration files below the folders that are.
+    """Yields files to look at: those that are named, and Python and configuration files below the folders that are.
 
     Hidden folders, virtual environments, what was built, configuration files above 1 MiB, links that lead out of the
     folder, and what is no file (pipes, sockets, devices) are left out.
@@ -113,14 +113,14 @@ def below(paths: Iterable[Path]) -> Iterator[Path]:
             continue
         top = path.resolve()
         for folder, folders, names in os.walk(path):
-            folders[:] = sorted(f for f in folders if _is_searched(Path(folder, f)))
+            folders[:] = sorted(
+                f
+                for f in folders
+                if not (f.startswith(".") or f in _SKIPPED or Path(folder, f, "pyvenv.cfg").exists())
+            )
             for name in sorted(names):
                 if _is_searched_file(file := Path(folder, name), top):
                     yield file
-
-
-def _is_searched(folder: Path) -> bool:
-    return not (folder.name.startswith(".") or folder.name in _SKIPPED or (folder / "pyvenv.cfg").exists())
 
 
 def _is_searched_file(file: Path, top: Path) -> bool:

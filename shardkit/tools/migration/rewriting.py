@@ -46,7 +46,7 @@ class Rewritten:
 
 
 def rewrite(source: str, *, strings: bool = False, xla: bool = False, torch_fsdp: bool = False) -> Rewritten:
-    """Source in which imports of fairscale are imports of shardkit. Rewriting the result again changes nothing.
+    """Makes imports of fairscale imports of shardkit. Rewriting the result again changes nothing.
 
     Args:
         source: a module, without byte order mark.

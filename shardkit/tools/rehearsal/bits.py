@@ -14,6 +14,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.optimizers.shards import changed_by_steps, listing_of
 from shardkit.torch_seams.dtensors import local_of
 from shardkit.torch_seams.tensor_facts import as_plain
+from shardkit.types import Tree
 
 from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
 from .report import Report
@@ -45,7 +46,7 @@ class BitsReport:
 
     @property
     def is_good(self) -> bool:
-        """All ranks came to their end, with the same bits."""
+        """Whether all ranks came to their end, with the same bits."""
         return not self.partings and self._steps() > 0 and all(r.is_good for r in self.reports.values())
 
     def _steps(self) -> int:
@@ -61,20 +62,14 @@ class BitsReport:
 
 
 def rehearse_bits(
-    target: str | os.PathLike[str] | Callable[[int], object],
-    ranks: Sequence[int],
-    *,
-    steps: int | None = None,
-    arguments: Sequence[str] = (),
-    is_module: bool = False,
-    timeout: float | None = None,
-    cpu: bool | None = None,
+    target: str | os.PathLike[str] | Callable[[int], object], ranks: Sequence[int], **options: Tree
 ) -> BitsReport:
     """Rehearses an unchanged script on each number of ranks, and compares losses and parameters after each step.
 
     Micro-batches are numbered as in docs/SAME_BITS.md. Parameters of all steps of two runs are kept in memory.
 
-    Args: see :func:`rehearse`.
+    Args:
+        options: as of :func:`rehearse`: steps, arguments, is_module, timeout, cpu.
     """
     reports: dict[int, Report] = {}
     partings: list[str] = []
@@ -85,10 +80,7 @@ def rehearse_bits(
         def take(rank: int, optimizer: Optimizer, taken: list[list[Parts]] = taken) -> None:
             taken[rank].append(parts_of(optimizer))
 
-        report = reports[size] = rehearse(
-            target, size, steps=steps, arguments=arguments, is_module=is_module, show=(), memory=False, timeout=timeout,
-            cpu=cpu, after_step=take,
-        )  # fmt: skip
+        report = reports[size] = rehearse(target, size, show=(), memory=False, after_step=take, **options)
         whole = [
             Moment(_losses(report, k), parameters=_joined(parts))
             for k, parts in enumerate(zip(*taken, strict=False))
@@ -97,9 +89,8 @@ def rehearse_bits(
             first = whole
         elif report.is_good and reports[ranks[0]].is_good:
             found = first_parting(whole, first, EXACT)
-            partings += (
-                [] if found is None else [f"{size} ranks and {ranks[0]} part at {found}: {found.detail}"]
-            )
+            if found is not None:
+                partings.append(f"{size} ranks and {ranks[0]} part at {found}: {found.detail}")
     return BitsReport(reports, partings)
 
 
@@ -107,10 +98,8 @@ def parts_of(optimizer: Optimizer) -> Parts:
     """Copies what this rank has of the parameters that an optimizer steps over."""
     found: Parts = {}
     for group in optimizer.param_groups:
-        names = group.get("param_names") or [
-            f"parameter {len(found) + k}" for k in range(len(group["params"]))
-        ]
-        for name, listed in zip(names, group["params"], strict=True):
+        numbered = [f"parameter {len(found) + k}" for k in range(len(group["params"]))]
+        for name, listed in zip(group.get("param_names") or numbered, group["params"], strict=True):
             param = changed_by_steps(listed)
             listing = listing_of(param)
             with as_plain(), torch.no_grad():
@@ -124,12 +113,9 @@ def parts_of(optimizer: Optimizer) -> Parts:
                         raise ConfigurationError(
                             f"bits of {name!r}, which is not cut between its rows, can't be told"
                         )
-                    whole = ".".join(
-                        filter(None, (listing.flat.path_of(listing.first + item), listing.names[item]))
-                    )
-                    found[whole] = RankPart(
-                        start, listing.layout.numels[item], values[offset : offset + numel]
-                    )
+                    path = (listing.flat.path_of(listing.first + item), listing.names[item])
+                    part = RankPart(start, listing.layout.numels[item], values[offset : offset + numel])
+                    found[".".join(filter(None, path))] = part
     return found
 
 
@@ -145,7 +131,7 @@ def _joined(step: Sequence[Parts]) -> Tensors:
 
 
 def _losses(report: Report, step: int) -> list[float]:
-    """All ranks' of a step, by the number of the micro-batch."""
+    """Lists all ranks' of a step, by the number of the micro-batch."""
     each = [seen.losses[step] for seen in report.ranks]
     most = max(map(len, each))
     return [losses[k] for k in range(most) for losses in each if k < len(losses)]

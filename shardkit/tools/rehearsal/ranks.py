@@ -52,9 +52,8 @@ class RankRecord:
         last_words: what it has printed last, where that was not shown.
     """
 
-    by_optimizer: dict[int, list[list[float]]] = field(
-        default_factory=dict
-    )  # in the order of their last step
+    # in the order of their last step
+    by_optimizer: dict[int, list[list[float]]] = field(default_factory=dict)
     pending: list[float] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     calls: Counter[Sent] = field(default_factory=Counter)
@@ -104,7 +103,7 @@ def current() -> Rank | None:
 
 @contextmanager
 def acting_as(rank: Rank) -> Iterator[None]:
-    """This thread is the rank's."""
+    """Makes this thread the rank's."""
     _here.rank = rank
     try:
         yield
@@ -166,7 +165,7 @@ class Goal:
         self._there: set[int] = set()
 
     def reached(self, rank: Rank, made: int) -> None:
-        """``rank`` has made that many."""
+        """Notes that ``rank`` has made that many."""
         if made < self._steps:
             return
         self._there.add(rank.number)
@@ -194,7 +193,7 @@ class WholeBatches:
         self._passes, self._ranks = iter(passes), ranks
 
     def enlarge(self, loader: Tree) -> None:
-        """The next pass is over ``loader``."""
+        """Notes that the next pass is over ``loader``."""
         before, sampler = next(self._passes, None), loader.batch_sampler
         if before is None or type(sampler) is not BatchSampler or not before.batch_size:
             return
@@ -206,7 +205,7 @@ class WholeBatches:
 def watching(
     goal: Goal | None, batches: WholeBatches | None = None, after_step: AfterStep | None = None
 ) -> Iterator[None]:
-    """Inside, :class:`RankRecord` of each rank is kept, and ranks end at the goal."""
+    """Keeps, inside, the :class:`RankRecord` of each rank, and ends ranks at the goal."""
     mine = _Inside()
 
     def before(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -273,7 +272,7 @@ def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) ->
 
 
 def note_call(rank: Rank, call: Call, place: SourceLine, size: int, world_size: int) -> None:
-    """A collective over ``size`` bytes among ``world_size`` ranks."""
+    """Notes a collective over ``size`` bytes among ``world_size`` ranks."""
     kind = Sent(call.operation.partition("(")[0], place)
     rank.seen.calls[kind] += 1
     if call.operation == "send":
@@ -316,7 +315,7 @@ class RankMemory(LiveTensors):
 
 
 def resizing(resize: Callable[..., Tree]) -> Callable[..., Tree]:
-    """``UntypedStorage.resize_``, by which sharded models take and give back memory: no operation tells of it."""
+    """Wraps ``UntypedStorage.resize_``, by which sharded models take and give back memory: no operation tells of it."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Tree:
         result = resize(storage, size)

@@ -37,7 +37,7 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """All ranks came to their end, and none would wait for ever."""
+        """Whether all ranks came to their end, and none would wait for ever."""
         return self.hang is None and self.failure is None
 
     def uneven_batches(self) -> list[str]:
@@ -51,7 +51,7 @@ class Report:
         return found
 
     def losses(self) -> list[float]:
-        """Of each step: the mean over ranks, and over backwards of a rank, of what ``backward`` was called on."""
+        """Lists for each step the mean over ranks, and over backwards of a rank, of what ``backward`` was called on."""
         means = []
         for per_rank in zip(*(seen.losses for seen in self.ranks), strict=False):
             values = [value for losses in per_rank for value in losses]
@@ -59,15 +59,15 @@ class Report:
                 means.append(sum(values) / len(values))
         return means
 
-    def text(self) -> str:
-        """For people."""
+    def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def __str__(self) -> str:
-        return self.text()
+    def text(self) -> str:
+        """Returns the report for people."""
+        return str(self)
 
     def as_data(self) -> dict[str, object]:
-        """For programs: numbers, lists and text."""
+        """Returns numbers, lists and text, for programs."""
         return {
             "program": self.name,
             "ranks": len(self.ranks),
@@ -137,7 +137,7 @@ class Report:
             yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
 
     def _by_kind(self) -> list[tuple[Sent, int, int]]:
-        """Of rank 0; those that send most first."""
+        """Lists those of rank 0; those that send most first."""
         first = self.ranks[0]
         kinds = sorted(first.calls, key=lambda kind: -first.sent[kind])
         return [(kind, first.calls[kind], first.sent[kind]) for kind in kinds]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from shardkit import backend as backends
 from shardkit.backend import Group, get_backend, is_group
-from shardkit.backends.diagnosis.calls import Call, SourceLine
 from shardkit.backends.simulated import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.types import Args, Kwargs, ProcessGroup, T, Tree
+from shardkit.types import Args, ProcessGroup, T, Tree
 
+from . import surroundings
 from .ranks import (
     AfterStep,
     EnoughSteps,
@@ -41,14 +41,6 @@ from .ranks import (
     watching,
 )
 from .report import Report
-from .surroundings import (
-    environment_of,
-    libraries,
-    named_main,
-    noticing_stillness,
-    surroundings,
-    waiting_elsewhere,
-)
 from .torch_world import SharedStore, leave, torch_worlds
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
@@ -110,12 +102,14 @@ class _Rehearsal:
     def __init__(self, program: Program | RankFunction, world_size: int, memory: bool, on_host: bool) -> None:
         self._program, self._memory, self._on_host = program, memory, on_host
         self._backend = RehearsalBackend()
-        self._threads = RankThreads(world_size, issued=self._note, patient=True)
+        self._threads = RankThreads(
+            world_size, issued=lambda number, *call: note_call(self._ranks[number], *call), patient=True
+        )
         line = Line(range(world_size), "all ranks")
-        self._ranks = [
-            Rank(number, SimulatedGroup(self._backend, self._threads, line, number), environment_of(number, world_size))
-            for number in range(world_size)
-        ]  # fmt: skip
+        self._ranks = []
+        for number in range(world_size):
+            everyone = SimulatedGroup(self._backend, self._threads, line, number)
+            self._ranks.append(Rank(number, everyone, surroundings.environment_of(number, world_size)))
 
     def run(
         self,
@@ -135,9 +129,9 @@ class _Rehearsal:
                 mock.patch.dict(backends._instances, dict.fromkeys(_STOOD_FOR, self._backend))
             )
             stack.enter_context(torch_worlds(SharedStore(self._threads)))
-            stack.enter_context(surroundings(show))
-            stack.enter_context(libraries())
-            stack.enter_context(waiting_elsewhere(self._threads))
+            stack.enter_context(surroundings.surroundings(show))
+            stack.enter_context(surroundings.libraries())
+            stack.enter_context(surroundings.waiting_elsewhere(self._threads))
             if self._on_host:
                 stack.enter_context(host_for_devices())
             stack.enter_context(watching(goal, batches, after_step))
@@ -145,7 +139,7 @@ class _Rehearsal:
                 outside = getattr(torch.multiprocessing, name)
                 stack.enter_context(mock.patch.object(torch.multiprocessing, name, spawning(outside)))
             stack.enter_context(self._program.beginning())
-            stack.enter_context(noticing_stillness(self._threads))
+            stack.enter_context(surroundings.noticing_stillness(self._threads))
             try:
                 results = self._threads.run(self._run_rank, (), timeout)
             except RankFailedError as error:
@@ -170,9 +164,6 @@ class _Rehearsal:
             finally:
                 leave(rank)
                 rank.main = None
-
-    def _note(self, number: int, call: Call, place: SourceLine, size: int, world_size: int) -> None:
-        note_call(self._ranks[number], call, place, size, world_size)
 
 
 # ------------------------------------------------------------ shardkit's backend
@@ -257,9 +248,9 @@ class Program:
                 yield
 
     def run(self, rank: Rank) -> None:
-        """In the rank's thread."""
+        """Runs in the rank's thread."""
         package = None if self._spec is None else self._spec.parent
-        module = named_main(rank, self._file, package, self._spec)
+        module = surroundings.named_main(rank, self._file, package, self._spec)
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:
@@ -273,18 +264,17 @@ class RankFunction:
     def __init__(self, fn: Callable[[int], object]) -> None:
         self._fn, self.name = fn, getattr(fn, "__name__", "function")
 
-    @contextlib.contextmanager
-    def beginning(self) -> Iterator[None]:
-        yield
+    def beginning(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def run(self, rank: Rank) -> object:
-        """In the rank's thread."""
+        """Runs in the rank's thread."""
         dist.init_process_group("gloo")
         return self._fn(rank.number)
 
 
 def begin_as_new_process(rank: int) -> None:
-    """Random generators are as a new process has them: torch's the same on all ranks, others not."""
+    """Sets random generators as a new process has them: torch's the same on all ranks, others not."""
     torch.default_generator.manual_seed(_FRESH_SEED)
     random.seed(f"rank {rank}")
     if "numpy" in sys.modules:
@@ -292,7 +282,7 @@ def begin_as_new_process(rank: int) -> None:
 
 
 def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
-    """``torch.multiprocessing.spawn``: a rank that starts W ranks goes on as one of them."""
+    """Wraps ``torch.multiprocessing.spawn``: a rank that starts W ranks goes on as one of them."""
 
     def spawn(
         fn: Callable[..., object], args: Args = (), nprocs: int = 1, *more: object, **kwargs: object
@@ -306,13 +296,8 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
                 f"--ranks {nprocs}, or let the script spawn as many"
             )
         fn(rank.number, *args)
-        return _Joined()
+        return SimpleNamespace(
+            join=lambda *args, **kwargs: True
+        )  # as with join=False: processes that have ended
 
     return spawn
-
-
-class _Joined:
-    """Stands for the result of ``spawn(join=False)``: processes that have ended."""
-
-    def join(self, *args: object, **kwargs: Kwargs) -> bool:
-        return True

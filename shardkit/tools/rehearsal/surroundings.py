@@ -131,7 +131,7 @@ class RankOutput:
 
 @contextlib.contextmanager
 def surroundings(shown: Sequence[int]) -> Iterator[None]:
-    """Inside, what this module is about is each rank's own."""
+    """Makes what this module is about each rank's own, inside."""
     with ExitStack() as stack:
         kind = type(os.environ)
         os.environ.__class__ = RankEnvironment
@@ -186,7 +186,7 @@ def _breakpoint(*_: object, header: str | None = None, **__: object) -> None:
 
 
 def _handling(outside: Tree) -> Tree:
-    """``signal.signal``, which only the main thread may call: a rank's handlers are left out."""
+    """Wraps ``signal.signal``, which only the main thread may call: a rank's handlers are left out."""
 
     def handle(number: int, handler: Tree) -> Tree:
         if current() is None or threading.current_thread() is threading.main_thread():
@@ -259,7 +259,7 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def libraries() -> Iterator[None]:
-    """Inside, ranks have such state of their own, in libraries that are imported, or will be."""
+    """Gives ranks, inside, such state of their own, in libraries that are imported, or will be."""
     with contextlib.ExitStack() as undo:
         if hasattr(functools.cached_property(lambda _: None), "lock"):
             undo.enter_context(mock.patch.object(functools.cached_property, "__get__", _without_lock))
@@ -273,7 +273,7 @@ def libraries() -> Iterator[None]:
 
 
 def _without_lock(attribute: Framework, instance: object, owner: type | None = None) -> Tree:
-    """``cached_property`` of Python 3.12: before, all objects of a class compute theirs under one lock.
+    """Does as ``cached_property`` of Python 3.12: before, all objects of a class compute theirs under one lock.
 
     Where that communicates, as transformers' arguments do, a second rank would wait for the lock, and the first one for
     the second.
@@ -311,7 +311,7 @@ _AT_ONCE = (
 
 @contextlib.contextmanager
 def waiting_elsewhere(threads: RankThreads) -> Iterator[None]:
-    """Inside, these waits of a rank's thread pass its turn on."""
+    """Lets these waits of a rank's thread, inside, pass its turn on."""
 
     def passing_on(wait: Callable[..., Tree]) -> Callable[..., Tree]:
         @functools.wraps(wait)
@@ -346,7 +346,7 @@ SECONDS = 30.0
 
 @contextlib.contextmanager
 def noticing_stillness(threads: RankThreads, seconds: float = SECONDS) -> Iterator[None]:
-    """Inside, a line on stderr tells of it, once for each place."""
+    """Tells of it inside, by a line on stderr, once for each place."""
     over = threading.Event()
     watcher = threading.Thread(
         target=_watch, args=(threads, seconds, over, sys.stderr), name="shardkit rehearsal", daemon=True

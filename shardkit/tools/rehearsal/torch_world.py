@@ -23,7 +23,7 @@ from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
 from shardkit.backends.worlds import worlds_of_ranks
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import StateDict, Tree
+from shardkit.types import Tree
 
 from .ranks import Rank, current
 
@@ -39,11 +39,6 @@ NAMES = (
     "BackendConfig",
 )
 _pending = threading.local()  # line: what the group that is being made communicates over
-
-
-def _world_here() -> StateDict | None:
-    rank = current()
-    return None if rank is None else rank.world
 
 
 def check() -> None:
@@ -71,7 +66,7 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
         for module in (dist, sys.modules["torch.distributed.rendezvous"]):  # programs may have it from either
             stack.enter_context(mock.patch.object(module, "rendezvous", meets))
         for name, value in {
-            "_world": worlds_of_ranks(_world_here),
+            "_world": worlds_of_ranks(lambda: getattr(current(), "world", None)),
             "_new_process_group_helper": _helper(_C10D._new_process_group_helper),
             "rendezvous": meets,
             "_default_pg_init_method": _C10D._default_pg_init_method,
@@ -110,20 +105,14 @@ def _rendezvous(outside: Callable[..., Tree], store: SharedStore) -> Callable[..
 def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
     """Makes groups; all ranks come here for all groups, but where a group synchronizes its members only."""
 
-    def helper(
-        group_size: int, group_rank: int | None, global_ranks_in_group: Sequence[int], backend: str, store: object,
-        group_name: str, *args: object, **kwargs: object,
-    ) -> Tree:  # fmt: skip
+    def helper(*args: Tree, **kwargs: object) -> Tree:
         rank = current()
         if rank is None:
-            return outside(
-                group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs
-            )
-        _pending.line = _agreed_line(rank, list(global_ranks_in_group), str(group_name))
+            return outside(*args, **kwargs)
+        size, number, members, backend, store, name, *more = args
+        _pending.line = _agreed_line(rank, list(members), str(name))
         kwargs.update(backend_options=None, device_id=None)
-        made = outside(
-            group_size, group_rank, global_ranks_in_group, _PLUGIN, store, group_name, *args, **kwargs
-        )
+        made = outside(size, number, members, _PLUGIN, store, name, *more, **kwargs)
         group = made[0]
         if isinstance(group, ProcessGroupOfThreads):
             world = _C10D._world
@@ -136,10 +125,8 @@ def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
 
 def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
     """Agrees on what the members of a new group share; returns when all that have to call have."""
-    everyone, is_local = (
-        rank.everyone,
-        len(name) == 40,
-    )  # the name of a group that only its members know is a hash
+    everyone = rank.everyone
+    is_local = len(name) == 40  # the name of a group that only its members know is a hash
     if is_local and members:
         caller = everyone.among(members, f"group of ranks {members} {name[:8]}")
         return caller._issue(

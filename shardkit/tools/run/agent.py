@@ -20,7 +20,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
 from ..doctor.network import is_reachable
-from .news import STOPPED, Failure, News, Page, first_cause, where_it_stood
+from . import RunOptions
+from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
 _MOMENT = 0.05
@@ -52,24 +52,15 @@ class RunOnMachine:
     """A run on this machine, as the agent's thread and the main thread see it.
 
     Attributes:
-        command: the line that starts it again.
-        least: ranks of this machine that have to be left.
-        grace: seconds that ranks have to save and end, once they were asked to.
-        stuck_after: seconds without a sign of life after which ranks hang; 0: they never do.
-        stop_asked: when a signal to this process asked ranks to (monotonic); 0: none has.
+        stop_asked: when a signal to this process asked ranks to save and end (monotonic); 0: none has.
         status: exit status that the job is to end with, once it is known.
-        rendezvous: host and port where machines meet; ``is_cut_off``: from there.
+        is_cut_off: from where machines meet.
     """
 
     id: str
+    options: RunOptions
     folder: RunFolder
-    command: str
-    least: int
-    nodes: tuple[int, int]
-    rendezvous: str
     news: News
-    grace: float
-    stuck_after: float
     stop_asked: float = 0.0
     status: int | None = None
     is_cut_off: bool = False
@@ -78,9 +69,10 @@ class RunOnMachine:
 
     def overdue(self, since: float) -> str:
         """Says that ranks which were asked to stop then should have ended by now; "" if it is not so."""
-        if time.monotonic() - since <= self.grace:
+        grace = self.options.grace
+        if time.monotonic() - since <= grace:
             return ""
-        return f"ranks had not ended {self.grace:g} s after they were asked to save and end (--grace)"
+        return f"ranks had not ended {grace:g} s after they were asked to save and end (--grace)"
 
 
 class Agent(LocalElasticAgent):
@@ -102,25 +94,23 @@ class Agent(LocalElasticAgent):
         self._told = False  # the present attempt's failure
         self._telling = threading.Lock()
         self._noticed: dict[int, float] = {}  # when ranks were seen to have failed
-        self._heart: Heart | None = None  # where there are several machines
+        self._heart = Heart()
         self.meets = True
         self._signs: Signs = []  # of life, when last looked at
         self._looked = self._quiet = 0.0  # when that was, and seconds without new ones
 
     def signal_ranks(self, number: int) -> None:
-        """From any thread: each rank that lives gets a signal."""
+        """Sends each rank that lives a signal; from any thread."""
         for pid in self._living().values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def close(self) -> None:
-        if self._heart is not None:
-            self._heart.stop()
+        self._heart.stop()
 
     def look_for_lost(self) -> None:
-        """From the main thread, since the agent's own may wait for a machine that can't be reached."""
-        heart = self._heart
-        lost = heart.lost() if heart is not None and not self._told else ""
+        """Looks from the main thread, since the agent's own may wait for a machine that can't be reached."""
+        lost = "" if self._told else self._heart.lost()
         if not lost:
             return
         with self._telling:
@@ -128,7 +118,7 @@ class Agent(LocalElasticAgent):
                 return
             self._told = True
             self._ask(self._living())
-            self._job.is_cut_off = not is_reachable(self._job.rendezvous)
+            self._job.is_cut_off = not is_reachable(self._job.options.rendezvous)
             time.sleep(_BRIEF / 2)
             self._publish(None, f"{lost}: it was ended, or its link is down")
             self._end_ranks()
@@ -137,9 +127,8 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Adds what torch's agents don't agree on: the attempt's number, and a store of its own for each attempt."""
         self.meets = True
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart = None
+        self._heart.stop()
+        self._heart = Heart()
         super()._rendezvous(worker_group)
         store, job = worker_group.store, self._job
         assert store is not None  # noqa: S101 - torch's type is wider than what it does
@@ -154,15 +143,9 @@ class Agent(LocalElasticAgent):
         job.world_size = worker_group.workers[0].world_size
         self._told, self._noticed, self.meets = False, {}, False
         self._looked, self._quiet = time.monotonic(), 0.0
-        if worker_group.group_world_size > 1:
-            name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
-            self._heart = Heart(
-                connector(address, int(port)),
-                worker_group.group_rank,
-                worker_group.group_world_size,
-                name,
-                address,
-            )
+        name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
+        machines = worker_group.group_world_size
+        self._heart = Heart(worker_group.group_rank, machines, name, (address, int(port)))
         job.news.attempt(self._logs.attempt, job.ranks, job.world_size)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -191,35 +174,32 @@ class Agent(LocalElasticAgent):
                     self._tell(problem)
                 self._end_ranks()
         left = self._left()
-        if self._heart is not None and not self._told and 0 < len(left) == len(self._processes()):
+        if not self._told and 0 < len(left) == len(self._processes()):
             self._told = True  # where others have lost one of these, this is why
             self._heart.tell(_told_of(first_cause(left)))
         result = super()._monitor_workers(worker_group)
-        if (
-            result.state is WorkerState.SUCCEEDED
-            and self._heart is not None
-            and not self._heart.are_through()
-        ):
+        if result.state is WorkerState.SUCCEEDED and not self._heart.are_through():
             result.state = WorkerState.HEALTHY  # it starts again with the others, if they do
         return result
 
     def _overdue(self) -> str:
-        """Why ranks that live are ended now; "" while they may go on."""
+        """Says why ranks that live are ended now; "" while they may go on."""
         job, now, living = self._job, time.monotonic(), self._living()
+        patience = job.options.stuck_after
         if job.stop_asked:
             return job.overdue(job.stop_asked) if living else ""
         passed = now - self._looked
-        if not job.stuck_after or not living or passed < _BRIEF:
+        if not patience or not living or passed < _BRIEF:
             return ""
         signs = [self._logs.signs(rank) for rank in living]
         self._quiet = self._quiet + min(passed, _NAP) if signs == self._signs else 0.0
         self._signs, self._looked = signs, now
-        if self._quiet < job.stuck_after:
+        if self._quiet < patience:
             return ""
-        return f"for {job.stuck_after:g} s no rank made a step or printed anything (--stuck-after)"
+        return f"for {patience:g} s no rank made a step or printed anything (--stuck-after)"
 
     def _processes(self) -> dict[int, tuple[int, int | None]]:
-        """Process and exit status of each global rank of this machine."""
+        """Lists process and exit status of each global rank of this machine."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {
             self._job.ranks[local]: (handler.proc.pid, handler.proc.poll())
@@ -237,9 +217,10 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL, 5)
 
     def _stopped(self) -> str | None:
-        """None if all ranks have ended because they were asked to, else what is overdue: "" where a rank has failed.
+        """Waits for ranks that are about to end.
 
-        Waits for those that are about to end.
+        Returns:
+            None if all have ended because they were asked to, else what is overdue: "" where a rank has failed.
         """
         since = self._job.stop_asked or time.monotonic()
         while self._end_as_asked() and self._living():
@@ -267,7 +248,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def _left(self) -> list[Failure]:
-        """Ranks that ended with status 0."""
+        """Lists ranks that ended with status 0."""
         return [
             self._failure(rank, pid, 0, LEFT)
             for rank, (pid, status) in self._processes().items()
@@ -275,7 +256,7 @@ class Agent(LocalElasticAgent):
         ]
 
     def _hanging(self) -> list[Failure]:
-        """Ranks that live and don't wait for another one."""
+        """Lists ranks that live and don't wait for another one."""
         found, fault = [], "did not end" if self._job.stop_asked else "hangs"
         for rank, pid in self._living().items():
             where = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
@@ -300,16 +281,12 @@ class Agent(LocalElasticAgent):
             cause = blamed[0] if len(blamed) == 1 else None
         else:
             cause = first_cause(self._failures(), self._left())
-        is_consequence = (
-            cause is None or cause.is_consequence
-        )  # maybe it is another machine's rank that hangs
-        if self._heart is not None:
-            self._heart.tell(
-                FailureNotice(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause)
-            )
-        if elsewhere is not None and is_consequence:
+        # where no cause is known, it may be another machine's rank that hangs
+        notice = FailureNotice(-1, overdue, "", True, time.time()) if cause is None else _told_of(cause)
+        self._heart.tell(notice)
+        if elsewhere is not None and notice.is_consequence:
             self._publish_elsewhere(elsewhere)
-        elif self._heart is not None and not overdue and is_consequence and self._heart.lost():
+        elif not overdue and notice.is_consequence and self._heart.lost():
             self._publish(None, self._heart.lost())
         else:
             self._publish(cause, overdue, overdue if cause is not None else "")
@@ -325,28 +302,22 @@ class Agent(LocalElasticAgent):
                 r
                 for r in self._living()
                 if not where_it_stood(self._logs.files(r))
-                and not (self._logs.files(r).with_suffix(".error.json")).exists()
+                and not self._logs.files(r).with_suffix(".error.json").exists()
             ]
             if waited > _BRIEF and silent and not is_signalled:
                 is_signalled = True
                 self._ask_for_stacks(silent)
-            is_known = (
-                (self._heart is None or bool(self._hanging()))
-                if overdue
-                else not first_cause(failures).is_consequence
-            ) or self._cause_elsewhere() is not None
-            patience = _ANSWERS if is_known else _CAUSE if self._heart is None else SILENCE + _CAUSE / 2
-            if (
-                waited >= patience
-                or (is_known and not silent)
-                or (self._heart is not None and self._heart.lost())
-            ):
+            alone = self._heart.is_alone
+            is_here = alone or bool(self._hanging()) if overdue else not first_cause(failures).is_consequence
+            is_known = is_here or self._cause_elsewhere() is not None
+            patience = _ANSWERS if is_known else _CAUSE if alone else SILENCE + _CAUSE / 2
+            if waited >= patience or (is_known and not silent) or self._heart.lost():
                 return
             time.sleep(_MOMENT)
 
     def _cause_elsewhere(self) -> FailureNotice | None:
         """Returns a failure on another machine that is no consequence of a third one's."""
-        told = self._heart.told() if self._heart is not None else []
+        told = self._heart.told()
         return told[0] if told and not told[0].is_consequence else None
 
     def _ask(self, ranks: dict[int, int]) -> None:
@@ -376,7 +347,7 @@ class Agent(LocalElasticAgent):
             headline: what happened, where it did not begin with a rank of this machine.
         """
         job, failures = self._job, self._failures()
-        checkpoint = job.folder.last_checkpoint()
+        checkpoint = last_checkpoint(job.folder)
         others = {f.rank: f"ended: {f.text}" for f in failures}
         others |= {f.rank: "had ended with status 0" for f in self._left()}
         for rank, pid in self._living().items():
@@ -386,32 +357,27 @@ class Agent(LocalElasticAgent):
         if cause is not None:
             others.pop(cause.rank, None)
             headline = f"rank {cause.rank} of {job.world_size} {cause.headline}"
-        local_rank = -1 if cause is None else job.ranks.index(cause.rank)
-        page = Page(
-            headline=headline,
-            run=job.id,
-            attempt=self._logs.number,
-            cause=cause,
-            others=others,
-            checkpoint=checkpoint,
-            next_step=self._next_step(local_rank, checkpoint),
-            note=note,
-        )
+        next_step = self._next_step(-1 if cause is None else job.ranks.index(cause.rank), checkpoint)
+        attempt = self._logs.number
+        page = failure_page(headline, job.id, attempt, cause, others, checkpoint, next_step, note)
         job.news.page(page)
 
     def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:
         """Decides how the job goes on; in words."""
-        job, spec = self._job, self._worker_group.spec
-        if job.is_cut_off:
-            return f"This machine leaves the job, since it does not reach {job.rendezvous}. To come back: {job.command}"
+        options, spec = self._job.options, self._worker_group.spec
+        if self._job.is_cut_off:
+            return (
+                f"This machine leaves the job, since it does not reach {options.rendezvous}. To come back: "
+                f"{options.command}"
+            )
         if self._remaining_restarts == 0:
-            return f"To resume: {job.command}"
+            return f"To resume: {options.command}"
         number = spec.max_restarts - self._remaining_restarts + 1
-        if local_rank < 0 and self._heart is not None:
+        if local_rank < 0 and not self._heart.is_alone:
             return f"Restart {number} of {spec.max_restarts}, with the machines that are left"
         again, self._before = self._before == (local_rank, checkpoint), (local_rank, checkpoint)
         why = ""
-        if again and local_rank >= 0 and spec.local_world_size > job.least:
+        if again and local_rank >= 0 and spec.local_world_size > (options.least or options.ranks):
             spec.local_world_size -= 1
             why, self._before = ", since the same rank failed twice without a new checkpoint", None
         ranks = counted(spec.local_world_size, "rank")
@@ -444,7 +410,7 @@ class RankLogs(LogsSpecs):
         return str(self._run)
 
     def files(self, rank: int | str) -> Path:
-        """Path of a rank's files, without their endings."""
+        """Returns the path of a rank's files, without their endings."""
         return self.attempt / f"rank{rank}"
 
     def pipe(self, rank: int | str) -> Path:
@@ -456,7 +422,7 @@ class RankLogs(LogsSpecs):
         return steps_of(files[0]), *(file.stat().st_size if file.exists() else -1 for file in files)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent: the files, and what ranks find in their environment."""
+        """Returns the files, and adds what ranks find in their environment; the agent calls it."""
         to = LogsDest()
         for local_rank, variables in envs.items():
             files, pipe = self.files(variables["RANK"]), self.pipe(variables["RANK"])
@@ -487,19 +453,19 @@ class FailureNotice(NamedTuple):
 
 
 class Heart:
-    """The thread of one attempt.
+    """The thread of one attempt; none where one machine is alone.
 
     Args:
-        connect: to the attempt's store; called in the thread, for it may hang.
-        number: of this machine; 0 holds the store.
-        names: address and ranks of each machine, as people read them; published by each.
+        number: of this machine; 0 holds the attempt's store.
+        name: address and ranks of this machine, as people read them; published by each.
+        store: address and port of the attempt's.
     """
 
     def __init__(
-        self, connect: Callable[[], TCPStore], number: int, machines: int, name: str, holder: str
+        self, number: int = 0, machines: int = 1, name: str = "", store: tuple[str, int] = ("", 0)
     ) -> None:
-        self._connect, self._number = connect, number
-        self._name, self._holder = name, holder
+        self._number, self._name, self._store = number, name, store
+        self.is_alone = machines == 1
         self._heard = {other: time.monotonic() for other in range(machines) if other != number}
         self._counts = dict.fromkeys(self._heard, -1)
         self._names: dict[int, str] = {}
@@ -508,7 +474,8 @@ class Heart:
         self._told: dict[int, FailureNotice] = {}
         self._stop, self._wake, self._was_told = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardkit-heart", daemon=True)
-        self._thread.start()
+        if not self.is_alone:
+            self._thread.start()
 
     def lost(self) -> str:
         """Says which machines are silent, in a sentence; "" for none."""
@@ -516,7 +483,7 @@ class Heart:
         if now - self._round > SILENCE:
             if self._number == 0:
                 return ""  # the store is in this process: it is this machine that is slow
-            return f"machine 0 ({self._holder}), where machines meet, has not answered for {now - self._round:.0f} s"
+            return f"machine 0 ({self._store[0]}), where machines meet, has not answered for {now - self._round:.0f} s"
         silent = []
         for other, when in self._heard.items():
             if now - when > SILENCE and other not in self._told:
@@ -534,6 +501,8 @@ class Heart:
 
     def tell(self, failure: FailureNotice) -> None:
         """Tells the others, at once; returns when they can know it, or after a moment."""
+        if self.is_alone:
+            return
         self._to_tell = failure
         self._was_told.clear()
         self._wake.set()
@@ -544,16 +513,20 @@ class Heart:
         return sorted(self._told.values(), key=lambda t: (t.is_consequence, t.when))
 
     def stop(self) -> None:
-        """The attempt is over. A thread that came back from the store while the program ends would abort it."""
+        """Ends with the attempt. A thread that came back from the store while the program ends would abort it."""
         self._stop.set()
         self._wake.set()
-        self._thread.join(_TELLING)
+        if not self.is_alone:
+            self._thread.join(_TELLING)
 
     def _run(self) -> None:
-        count, store = 0, None
+        count, store, limit = 0, None, datetime.timedelta(seconds=SILENCE)
         while not self._stop.is_set():
             with contextlib.suppress(RuntimeError, ValueError):
-                store = store or self._connect()
+                if store is None:  # here, for it may hang
+                    store = TCPStore(
+                        *self._store, None, is_master=False, wait_for_workers=False, timeout=limit
+                    )
                 count += 1
                 to_tell = self._to_tell
                 store.set(f"beat/{self._number}", json.dumps([count, self._name, to_tell]))
@@ -574,13 +547,3 @@ class Heart:
             self._counts[other], self._heard[other] = count, time.monotonic()
         if told is not None:
             self._told[other] = FailureNotice(*told)
-
-
-def connector(address: str, port: int) -> Callable[[], TCPStore]:
-    """Returns a function that connects to the attempt's store."""
-
-    def connect() -> TCPStore:
-        limit = datetime.timedelta(seconds=SILENCE)
-        return TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=limit)
-
-    return connect

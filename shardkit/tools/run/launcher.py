@@ -10,95 +10,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousParameters,
-    registry,
-)
 
 from ...errors import ConfigurationError
 from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
-from ...tracing.tracer import read_plan
 from ..doctor.network import can_host, interface_of, own_address
+from . import RunOptions
 from .agent import Agent, RankLogs, RunOnMachine
-from .news import News
+from .news import STOPPED, News, last_checkpoint
 
 _TICK = 0.1
 _LAST_CALL = 10  # seconds that further machines are waited for, once there are enough
 _LOCAL = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of ``shardkit run``; its help says what each option is, with its default.
-
-    Attributes:
-        program: ``[-m] PROGRAM ARGUMENTS``.
-        command: the line that starts it again.
-        least: ranks of a machine that it goes on with (``--min-ranks``); None: all.
-    """
-
-    program: Sequence[str]
-    command: str
-    ranks: int
-    nodes: tuple[int, int]
-    rendezvous: str
-    restarts: int
-    least: int | None
-    id: str
-    runs: Path
-    join_timeout: int
-    trace: str
-    grace: float
-    stuck_after: float
-
-    def __post_init__(self) -> None:
-        least, most = self.nodes
-        if not 1 <= least <= most:
-            raise ConfigurationError(f"--nodes {least}:{most}: write MIN:MAX with 1 <= MIN <= MAX")
-        if self.ranks < 1:
-            raise ConfigurationError(f"--ranks {self.ranks}: a machine has at least one")
-        if self.least is not None and not 1 <= self.least <= self.ranks:
-            raise ConfigurationError(f"--min-ranks {self.least}: between 1 and --ranks, {self.ranks}")
-        if self.restarts < 0:
-            raise ConfigurationError(f"--restarts {self.restarts}: at least 0")
-        if not (self.grace >= 0 and self.stuck_after >= 0):
-            raise ConfigurationError(
-                f"--grace {self.grace:g} --stuck-after {self.stuck_after:g}: at least 0 seconds"
-            )
-        if self.least not in (None, self.ranks) and self.restarts < 2:
-            raise ConfigurationError(
-                "--min-ranks needs --restarts of at least 2: a rank has to fail twice before others go on without it"
-            )
-        if most > 1 and not self.rendezvous:
-            raise ConfigurationError(
-                "--nodes above 1 needs --rdzv HOST:PORT, the same everywhere: a machine of the job, and a free port"
-            )
-        if most > 1 and not self._id():
-            raise ConfigurationError(
-                "--nodes above 1 needs --id NAME, the same everywhere and new for every job"
-            )
-        if self.trace:
-            read_plan(self.trace, "--trace")
-        name = self.program[0] if self.program else ""
-        if name != "-m" and not Path(name).is_file():
-            raise ConfigurationError(f"there is no program {name!r}; for a module write -m MODULE")
-
-    def _id(self) -> str:
-        return self.id or os.environ.get("SLURM_JOB_ID", "")
-
-    @property
-    def name(self) -> str:
-        return self._id() or time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid() % 1000:03}"
 
 
 def run(options: RunOptions) -> int:
@@ -109,20 +38,16 @@ def run(options: RunOptions) -> int:
     os.environ[RUN_DIR] = str(folder.path)
     if options.trace:
         os.environ[TRACE] = f"{options.trace},dir={folder.path}"
-    _log_to(folder.log)
+    # what torch's agent says goes to a file: the terminal gets what people need
+    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(folder.log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
     with tempfile.TemporaryDirectory(prefix="shardkit-run-") as pipes:
         status = _Running(options, name, folder, Path(pipes)).to_the_end()
     if options.trace and (any(folder.path.glob("trace.json")) or any(folder.path.glob("trace.rank-*.json"))):
         print(f"shardkit run: what ranks waited for: shardkit trace {folder.path}", file=sys.stderr)
     return status
-
-
-def _log_to(path: Path) -> None:
-    """Sends what torch's agent says to its file: the terminal gets what people need."""
-    logger, handler = logging.getLogger("torch.distributed.elastic"), logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
 
 
 class _Running:
@@ -137,11 +62,7 @@ class _Running:
             if interface:  # gloo would take the one that the machine's name stands for
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
-        least = options.ranks if options.least is None else options.least
-        self._job = RunOnMachine(
-            name, folder, options.command, least, options.nodes, options.rendezvous, self._news,
-            options.grace, options.stuck_after,
-        )  # fmt: skip
+        self._job = RunOnMachine(name, options, folder, self._news)
         handler = _handler(options, name, self._address, is_host, folder)
         self._spec = WorkerSpec(
             role="rank",
@@ -174,15 +95,18 @@ class _Running:
                 signal.signal(number, handler)
             self._news.close()
         if self._error is not None:
-            raise _named(self._error, self._job.nodes[0], self._job.folder) from self._error
-        if (
-            self._job.is_cut_off
-        ):  # the agent's thread waits for an answer that may come while the program ends
+            raise _named(self._error, self._job.options.nodes[0], self._job.folder) from self._error
+        if self._job.is_cut_off:
+            # the agent's thread waits for an answer that may come while the program ends
             self._end(1)
-        if self._job.status is not None:
-            self._say_stopped(self._job.status)
-            return self._job.status
-        return int(self._failed)
+        if self._job.status is None:
+            return int(self._failed)
+        saved, command = last_checkpoint(self._job.folder), self._job.options.command
+        how = "SIGTERM ended ranks whose program doesn't ask stop_requested()"
+        if self._job.status == STOPPED:
+            how = "ranks have stopped"
+        self._news.say(f"{how}. Last complete checkpoint: {saved or 'none'}. To resume: {command}")
+        return self._job.status
 
     def _work(self) -> None:
         """Runs the agent's thread."""
@@ -198,8 +122,8 @@ class _Running:
         if not self._job.stop_asked:
             self._job.stop_asked = time.monotonic()
             self._news.say(
-                f"{signal.Signals(number).name}: ranks save and end, within {self._job.grace:g} s; once more, and they "
-                "end at once"
+                f"{signal.Signals(number).name}: ranks save and end, within {self._job.options.grace:g} s; once more, "
+                "and they end at once"
             )
             self._agent.signal_ranks(signal.SIGTERM)
             return
@@ -213,22 +137,13 @@ class _Running:
         sys.stderr.flush()
         os._exit(status)
 
-    def _say_stopped(self, status: int) -> None:
-        saved = self._job.folder.last_checkpoint()
-        how = (
-            "ranks have stopped"
-            if status == 75
-            else "SIGTERM ended ranks whose program doesn't ask stop_requested()"
-        )
-        self._news.say(f"{how}. Last complete checkpoint: {saved or 'none'}. To resume: {self._job.command}")
-
 
 def _handler(
     options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
-) -> RendezvousHandler:
-    """Makes where machines meet."""
+) -> rendezvous.RendezvousHandler:
+    """Makes what lets machines meet."""
     for hosts in (is_host, False):
-        parameters = RendezvousParameters(
+        parameters = rendezvous.RendezvousParameters(
             backend="c10d",
             endpoint=options.rendezvous or "localhost:0",
             run_id=name,
@@ -241,8 +156,8 @@ def _handler(
             keep_alive_interval=2,
         )
         try:
-            return registry.get_rendezvous_handler(parameters)
-        except RendezvousError as error:
+            return rendezvous.registry.get_rendezvous_handler(parameters)
+        except rendezvous.RendezvousError as error:
             if not hosts:  # else another agent on this machine may have been quicker
                 raise _named(error, options.nodes[0], folder) from error
     raise ConfigurationError("unreachable")

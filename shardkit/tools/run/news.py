@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ...checkpoint.format import folders
 from ...errors import CONSEQUENCES
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
@@ -60,12 +61,12 @@ class News:
             self._clear()
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
-    def page(self, page: Page) -> None:
-        text = page.text()
+    def page(self, text: str) -> None:
+        """Shows the page about a failure, and keeps it."""
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
             self._clear()
-            self._folder.page.write_text(text)
+            (self._folder.path / "failure.txt").write_text(text)
             sys.stderr.write(text)
             sys.stderr.flush()
 
@@ -113,7 +114,7 @@ class News:
         self._rate = [(t, s) for t, s in self._rate if now - t < 10] + [(now, least)]
         seconds = now - self._rate[0][0]
         rate = (least - self._rate[0][1]) / seconds if seconds else 0.0
-        saved = self._folder.last_checkpoint()
+        saved = last_checkpoint(self._folder)
         last = f", last checkpoint {saved.name}" if saved else ""
         return f"[{self._run}: {counted(self._world_size, 'rank')}, step {least}, {rate:.3g} steps/s{last}]"
 
@@ -152,15 +153,12 @@ class Failure:
     def _error(self) -> dict[str, str]:
         """Returns the exception, as the rank wrote it down; empty if it could not."""
         try:
-            message = json.loads(self.files.with_name(self.files.name + ".error.json").read_text())["message"]
+            message = json.loads(self.files.with_suffix(".error.json").read_text())["message"]
             extra = message["extraInfo"]
         except (OSError, ValueError, KeyError, TypeError):
             return {}
-        return {
-            "text": message["message"],
-            "trace": extra["py_callstack"],
-            "time": str(extra.get("time", "")),
-        }
+        time_of_it = str(extra.get("time", ""))
+        return {"text": message["message"], "trace": extra["py_callstack"], "time": time_of_it}
 
     @property
     def when(self) -> float:
@@ -168,16 +166,19 @@ class Failure:
 
     @property
     def error_text(self) -> str:
-        """The exception in a line; "" if the rank wrote none down."""
+        """Returns the exception in a line; "" if the rank wrote none down."""
         return _INSIDE.sub("", self._error().get("text", "").strip().partition("\n")[0])[:_LETTERS]
 
     @property
     def text(self) -> str:
-        """The exception, or how the process ended, in a line."""
+        """Returns the exception, or how the process ended, in a line."""
         if self.error_text:
             return self.error_text
         if self.status < 0:
-            return f"ended by {signal_name(-self.status)}{_KNOWN.get(-self.status, '')}"
+            number = -self.status
+            known = number in set(signal.Signals)
+            name = signal.Signals(number).name if known else f"signal {number}"
+            return f"ended by {name}{_KNOWN.get(number, '')}"
         return f"ended with exit status {self.status}"
 
     @property
@@ -187,18 +188,15 @@ class Failure:
 
     @property
     def steps(self) -> int:
-        """How many steps of an optimizer it has made."""
-        return steps_of(self.files.with_name(self.files.name + ".steps"))[0]
+        """Counts the steps of an optimizer that it has made."""
+        return steps_of(self.files.with_suffix(".steps"))[0]
 
     @property
     def trace(self) -> str:
-        """The traceback, or the last lines that it printed."""
+        """Returns the traceback, or the last lines that it printed."""
         trace = self._error().get("trace", "").rstrip()
-        lines = trace.splitlines() or [
-            line
-            for line in tail(self.files.with_name(self.files.name + ".err"), 15)
-            if not line.startswith("[W")
-        ]
+        printed = tail(self.files.with_suffix(".err"), 15)
+        lines = trace.splitlines() or [line for line in printed if not line.startswith("[W")]
         if len(lines) > _LINES:
             lines = [*lines[:5], f"  ... {len(lines) - _LINES} lines", *lines[5 - _LINES :]]
         return "\n".join(lines)
@@ -218,13 +216,6 @@ _KNOWN = {
     int(signal.SIGABRT): " (compiled code gave up; what it printed says why)",
     int(signal.SIGBUS): " (mostly: /dev/shm is full, or a mapped file was cut)",
 }
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> Failure:
@@ -248,16 +239,30 @@ def tail(path: Path, lines: int) -> list[str]:
         return []
 
 
+def last_checkpoint(run: RunFolder) -> Path | None:
+    """Returns the complete checkpoint of the most steps that ranks of a run have saved; None if there is none."""
+    found = [item for folder in run.checkpoint_dirs() for item in folders.complete(folder).items()]
+    return Path(max(found)[1]) if found else None
+
+
 # ------------------------------------------------------------ the page
 _WIDTH = 100
 _OTHERS = 16  # ranks of which a line is shown
 
 
-@dataclass
-class Page:
-    """Collects what is known about a failure.
+def failure_page(
+    headline: str,
+    run: str,
+    attempt: int,
+    cause: Failure | None,
+    others: dict[int, str],
+    checkpoint: Path | None,
+    next_step: str,
+    note: str,
+) -> str:
+    """Writes down what is known about a failure.
 
-    Attributes:
+    Args:
         headline: what happened, in a line.
         cause: the rank that failed first, if one did.
         others: a sentence about each other rank.
@@ -265,48 +270,33 @@ class Page:
         next_step: what happens now, or the command that resumes.
         note: further lines.
     """
-
-    headline: str
-    run: str
-    attempt: int
-    cause: Failure | None
-    others: dict[int, str]
-    checkpoint: Path | None
-    next_step: str
-    note: str = ""
-
-    def text(self) -> str:
-        where = f"run {self.run}, attempt {self.attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        lines = ["=" * _WIDTH, self.headline, where]
-        if self.cause is not None:
-            steps = self.cause.steps
-            lines[2] += (
-                f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
-            )
-            shown = self.cause.trace
-            lines += ["", shown] if shown else []
-        lines += ["", self.note] if self.note else []
-        if self.others:
-            lines += ["", "The others:"]
-            lines += [f"  rank {rank} {text}" for rank, text in sorted(self.others.items())[:_OTHERS]]
-            if len(self.others) > _OTHERS:
-                lines.append(f"  ... and {len(self.others) - _OTHERS} more")
-        saved = "none" if self.checkpoint is None else str(self.checkpoint)
-        lines += ["", f"Last complete checkpoint: {saved}", self.next_step]
-        if self.cause is not None:
-            lines.append(f"Its output: {self.cause.files}.out, {self.cause.files}.err")
-        return "\n".join([*lines, "=" * _WIDTH, ""])
+    where = f"run {run}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    if cause is not None:
+        steps = cause.steps
+        where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
+    lines = ["=" * _WIDTH, headline, where]
+    for shown in ("" if cause is None else cause.trace, note):
+        lines += ["", shown] if shown else []
+    if others:
+        lines += ["", "The others:"]
+        lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
+        if len(others) > _OTHERS:
+            lines.append(f"  ... and {len(others) - _OTHERS} more")
+    lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
+    if cause is not None:
+        lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
+    return "\n".join([*lines, "=" * _WIDTH, ""])
 
 
 def where_it_stood(files: Path) -> str:
     """Reads what a rank's thread for questions has written, or what faulthandler has; "" if neither."""
     try:
-        text = files.with_name(files.name + ".where").read_text().strip()
+        text = files.with_suffix(".where").read_text().strip()
     except OSError:
         text = ""
     if text:
         return text
-    for line in tail(files.with_name(files.name + ".stacks"), 60):
+    for line in tail(files.with_suffix(".stacks"), 60):
         name = line.strip()
         if name.startswith('File "') and "/torch/" not in name and "/shardkit/" not in name:
             return f"stood at {name}"

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from ...launching.run_folder import Steps
+from ...launching.run_folder import Steps, write_at_once
 from ...launching.started import end_with_parent
 
 FILES = "SHARDKIT_RANK_FILES"  # environment variable: path of the rank's files, without their endings
@@ -34,18 +34,13 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) and signal.SIGRTMIN + 3  # one th
 
 def main() -> None:
     """Runs ``[-m] PROGRAM ARGUMENTS``."""
-    is_module, arguments = sys.argv[1] == "-m", sys.argv[1:]
-    sys.argv = arguments[is_module:]
-    program, files = sys.argv[0], Path(os.environ[FILES])
+    is_module, files = sys.argv[1] == "-m", Path(os.environ[FILES])
     end_with_parent()
     _answer(files)
     _count_steps(files)
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(program))
+    del sys.path[0]  # where this module was found
     try:
-        if is_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(program, run_name="__main__")
+        run_program(sys.argv[1 + is_module :], is_module)
     except Exception as error:  # noqa: BLE001 - raised again, with less of a traceback
         _write_down(error)
         raise error.with_traceback(_of_program(error.__traceback__)) from error.__cause__
@@ -54,12 +49,23 @@ def main() -> None:
         raise
 
 
+def run_program(command: list[str], is_module: bool) -> None:
+    """Runs a program with its arguments as ``__main__``; what it raises passes through."""
+    program, sys.argv = command[0], command
+    # in front, as Python does
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(program)))
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
 def _count_steps(files: Path) -> None:
     """Counts steps of the first optimizer that makes one; there may be several."""
     from torch.optim import Optimizer
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    steps = Steps(files.with_name(files.name + ".steps"), create=True)
+    steps = Steps(files.with_suffix(".steps"))
     first: list[weakref.ref[Optimizer]] = []
 
     def stepped(optimizer: Optimizer, *_: object) -> None:
@@ -95,8 +101,7 @@ def _write_down(error: BaseException) -> None:
         extra["printed"] = os.fstat(2).st_size  # what comes now in the file is this traceback
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
     with contextlib.suppress(OSError):
-        Path(path + ".new").write_text(json.dumps({"message": message}))
-        os.replace(path + ".new", path)
+        write_at_once(Path(path), json.dumps({"message": message}))
 
 
 # ------------------------------------------------------------------ where it stands
@@ -119,9 +124,7 @@ def _answer_each(pipe: str, files: Path, standing: Callable[[], str]) -> None:
         while True:
             with open(pipe, "rb") as asked:
                 asked.read()
-            target = f"{files}.where"
-            Path(target + ".new").write_text(standing())
-            os.replace(target + ".new", target)
+            write_at_once(files.with_suffix(".where"), standing())
 
 
 if __name__ == "__main__":

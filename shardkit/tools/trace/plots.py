@@ -79,8 +79,8 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
 
 
 def _pieces(moments: Sequence[Activity], start: float, end: float) -> Iterator[tuple[float, float, str, str]]:
-    """Start, end, kind and label; moments of one kind and unit that follow each other are one."""
-    for (kind, label), group in groupby(moments, key=lambda moment: (_kind(moment), _label(moment))):
+    """Yields start, end, kind and label; moments of one kind and unit that follow each other are one."""
+    for (kind, label), group in groupby(moments, key=_shown):
         alike = list(group)
         left, right = max(alike[0].start, start), min(alike[-1].end, end)
         if right > left:
@@ -98,15 +98,10 @@ def _time_of(trace: Trace, step: int | None) -> tuple[float, float]:
     return min(a for a, _ in times), max(b for _, b in times)
 
 
-def _kind(moment: Activity) -> str:
-    phase = moment.place.phase
+def _shown(moment: Activity) -> tuple[str, str]:
+    """Returns kind and label."""
     if moment.wait:
-        return "waits"
-    phase = _SAME.get(phase, phase)
-    return phase if phase in _COLOURS else "between steps"
-
-
-def _label(moment: Activity) -> str:
-    if moment.wait:
-        return moment.wait.replace("(", "\n").rstrip(")")
-    return moment.place.unit or moment.place.phase
+        return "waits", moment.wait.replace("(", "\n").rstrip(")")
+    phase, unit = moment.place
+    kind = _SAME.get(phase, phase)
+    return kind if kind in _COLOURS else "between steps", unit or phase

@@ -12,6 +12,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -20,34 +21,28 @@ from ...tracing.timeline import RankTime, StepPlace, Trace
 from ...types import StateDict
 
 
-class Cause(NamedTuple):
-    """One rank is later than others because of one place.
-
-    Attributes:
-        phase, unit: what took longer there than elsewhere.
-    """
-
-    rank: int
-    phase: str
-    unit: str
-
-
 @dataclass
 class Late:
-    """Says how late one cause makes a rank.
+    """Says how late a rank is because of one place.
 
     Attributes:
+        place: took longer there than on other ranks.
         total_us: over all collectives; each delay counts once.
         worst_us: at one of them.
         collective: that one, which others waited in.
         times: at how many.
     """
 
-    cause: Cause
+    rank: int
+    place: StepPlace
     total_us: float = 0.0
     worst_us: float = 0.0
     collective: str = ""
     times: int = 0
+
+
+def _sums() -> dict[str, float]:
+    return defaultdict(float)
 
 
 @dataclass
@@ -55,15 +50,14 @@ class UnitTime:
     """A unit's time in a step, mean over ranks and steps, in microseconds.
 
     Attributes:
+        work: by phase: forward, backward, recomputation.
         exposed: by what was waited for: all_gather, reduce_scatter, ...
         late: of these, time in which another rank had not come yet.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
-    recomputation: float = 0.0
-    exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    late: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    work: dict[str, float] = field(default_factory=_sums)
+    exposed: dict[str, float] = field(default_factory=_sums)
+    late: dict[str, float] = field(default_factory=_sums)
     nbytes: int = 0
 
 
@@ -74,80 +68,58 @@ class Analysis:
     Attributes:
         steps: how many were traced.
         step_us: the mean of a step, on the slowest rank.
+        units: by name, in the order of forward.
+        late: causes, the largest first.
+        others: waits for what is no unit's.
         exposed_us: in a step, on each rank: nothing hides it.
         waiting_us: of that, for ranks that came late.
         busy_us: in a step, on each rank: its own work.
         phases: a step's own work by phase, mean over ranks.
-        units: by name, in the order of forward.
-        late: causes, the largest first.
-        others: exposed time of what is no unit's.
-        others_late: of that, for ranks that came late.
     """
 
     facts: Mapping[str, object]
     steps: int
     step_us: float
-    exposed_us: dict[int, float]
-    waiting_us: dict[int, float]
-    busy_us: dict[int, float]
-    phases: dict[str, float]
     units: dict[str, UnitTime]
-    others: dict[str, float]
-    others_late: dict[str, float]
     late: list[Late]
-
-    @property
-    def clock_error_us(self) -> float:
-        """Times of ranks are that exact beside each other."""
-        return max(_clock_errors(self.facts), default=0.0)
+    others: UnitTime = field(default_factory=UnitTime)
+    exposed_us: dict[int, float] = field(default_factory=dict)
+    waiting_us: dict[int, float] = field(default_factory=dict)
+    busy_us: dict[int, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=_sums)
 
 
 def analyse(trace: Trace) -> Analysis:
-    """Everything that is told of a trace."""
+    """Finds everything that is told of a trace."""
     steps = max((len(rank.steps) for rank in trace.ranks.values()), default=0)
     count = max(1, steps)
     share = 1.0 / (count * max(1, len(trace.ranks)))
-    arrivals = _last_arrivals(trace)
-    units = _units(trace)
-    phases: dict[str, float] = defaultdict(float)
-    others: dict[str, float] = defaultdict(float)
-    others_late: dict[str, float] = defaultdict(float)
-    busy, exposed, waiting = (dict.fromkeys(trace.ranks, 0.0) for _ in range(3))
+    longest = max((rank.end - rank.start for rank in trace.ranks.values()), default=0.0)
+    found = Analysis(trace.facts, steps, longest / count, _units(trace), _late(trace))
+    arrivals = _arrivals(trace)
     for number, rank in trace.ranks.items():
+        busy = exposed = waiting = 0.0
         for moment in rank.moments:
-            length = moment.end - moment.start
+            place, length = moment.place, moment.end - moment.start
             if not moment.wait:
-                busy[number] += length / count
-                phases[moment.place.phase] += length * share
-                unit = units.get(moment.place.unit)
-                if unit is not None and moment.place.phase in ("forward", "backward", "recomputation"):
-                    setattr(unit, moment.place.phase, getattr(unit, moment.place.phase) + length * share)
+                busy += length
+                found.phases[place.phase] += length * share
+                if place.unit in found.units:
+                    found.units[place.unit].work[place.phase] += length * share
                 continue
-            exposed[number] += moment.exposed / count
+            came = arrivals[number, moment.wait]
+            k = bisect.bisect_right(came, moment.start, key=itemgetter(0)) - 1
+            last = came[k][1] if k >= 0 else 0.0
+            late = min(moment.exposed, max(0.0, last - moment.start))
+            exposed += moment.exposed
+            waiting += late
             kind, _, name = moment.wait.rstrip(")").partition("(")
-            last = arrivals.get(number, {}).get(moment.wait, ([], []))
-            late = min(moment.exposed, max(0.0, _met(last, moment.start) - moment.start))
-            waiting[number] += late / count
-            if name in units:
-                units[name].exposed[kind] += moment.exposed * share
-                units[name].late[kind] += late * share
-            else:
-                others[moment.wait] += moment.exposed * share
-                others_late[moment.wait] += late * share
-    lengths = [rank.end - rank.start for rank in trace.ranks.values()]
-    return Analysis(
-        trace.facts,
-        steps,
-        max(lengths, default=0.0) / count,
-        exposed,
-        waiting,
-        busy,
-        dict(phases),
-        units,
-        dict(others),
-        dict(others_late),
-        _late(trace),
-    )
+            key, whose = (kind, found.units[name]) if name in found.units else (moment.wait, found.others)
+            whose.exposed[key] += moment.exposed * share
+            whose.late[key] += late * share
+        found.busy_us[number], found.exposed_us[number] = busy / count, exposed / count
+        found.waiting_us[number] = waiting / count
+    return found
 
 
 def _units(trace: Trace) -> dict[str, UnitTime]:
@@ -162,29 +134,21 @@ def _units(trace: Trace) -> dict[str, UnitTime]:
     return units
 
 
-def _last_arrivals(trace: Trace) -> dict[int, dict[str, tuple[list[float], list[float]]]]:
+def _arrivals(trace: Trace) -> dict[tuple[int, str], list[tuple[float, float]]]:
     """Lists for each rank and collective when the rank had come, and when the last one had, of each time."""
-    found: dict[int, dict[str, tuple[list[float], list[float]]]] = defaultdict(dict)
+    found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for what, ranks in trace.meetings:
         last = max(s.start for s in ranks.values())
         for number, s in ranks.items():
-            mine, lasts = found[number].setdefault(f"{what.kind}({what.unit})", ([], []))
-            mine.append(s.start)
-            lasts.append(last)
+            found[number, f"{what.kind}({what.unit})"].append((s.start, last))
     return found
-
-
-def _met(arrivals: tuple[list[float], list[float]], waited_from: float) -> float:
-    """When the last rank had come to the collective that is waited for."""
-    k = bisect.bisect_right(arrivals[0], waited_from) - 1
-    return arrivals[1][k] if k >= 0 else 0.0
 
 
 # ------------------------------------------------------------ who is late
 def _late(trace: Trace) -> list[Late]:
-    threshold = 200.0 + 2 * max(_clock_errors(trace.facts), default=0.0)
+    threshold = 200.0 + 2 * _clock_error_us(trace.facts)
     takes_turns = bool(trace.facts.get("takes_turns"))  # threads of one process: who comes last says nothing
-    found: dict[Cause, Late] = {}
+    found: dict[tuple[int, StepPlace], Late] = {}
     before = {number: rank.start for number, rank in trace.ranks.items()}
     for what, ranks in trace.meetings:
         arrived = {number: s.start for number, s in ranks.items()}
@@ -197,8 +161,7 @@ def _late(trace: Trace) -> list[Late]:
                 late = _longest_excess(work, last)[1]
             place, longer = _longest_excess(work, last)
             if place is not None and longer > max(threshold, 0.25 * late):
-                cause = Cause(last, place.phase, place.unit)
-                entry = found.setdefault(cause, Late(cause))
+                entry = found.setdefault((last, place), Late(last, place))
                 entry.total_us += min(late, longer)
                 entry.times += 1
                 if late > entry.worst_us:
@@ -207,9 +170,10 @@ def _late(trace: Trace) -> list[Late]:
     return sorted(found.values(), key=lambda entry: -entry.total_us)
 
 
-def _clock_errors(facts: Mapping[str, object]) -> list[float]:
-    errors = facts.get("clock_error_us", {})
-    return [float(error) for error in errors.values()] if isinstance(errors, dict) else []
+def _clock_error_us(facts: Mapping[str, object]) -> float:
+    """Tells how exact times of ranks are beside each other."""
+    errors = facts.get("clock_error_us")
+    return max(map(float, errors.values()), default=0.0) if isinstance(errors, dict) else 0.0
 
 
 def _work(rank: RankTime, start: float, end: float) -> dict[StepPlace, float]:
@@ -282,27 +246,23 @@ _LATE_ELSEWHERE = (
 
 
 def _late_ranks(found: Analysis) -> Iterator[Advice]:
-    """One for each rank and remedy, the largest cause in full."""
+    """Yields one for each rank and remedy, the largest cause in full."""
     alike: dict[tuple[int, str], list[Late]] = {}
     for late in found.late:
         if 2 * late.times >= found.steps:  # not what happened once
-            general = _LATE_REMEDIES.get(late.cause.phase, _LATE_ELSEWHERE)
-            remedy = _LATE_REMEDIES.get(str(_place(late)), general)
-            alike.setdefault((late.cause.rank, remedy), []).append(late)
+            general = _LATE_REMEDIES.get(late.place.phase, _LATE_ELSEWHERE)
+            remedy = _LATE_REMEDIES.get(str(late.place), general)
+            alike.setdefault((late.rank, remedy), []).append(late)
     for (rank, remedy), (first, *others) in alike.items():
         us = first.total_us / max(1, found.steps)
         more = [late for late in others if late.total_us > 0.2 * first.total_us][:3]
         yield Advice(
             "late rank",
-            f"rank {rank} takes {in_time(us)} a step longer than the others in {_place(first)}; they wait for it in "
-            f"{first.collective}" + "".join(f"; also in {_place(late)}" for late in more),
+            f"rank {rank} takes {in_time(us)} a step longer than the others in {first.place}; they wait for it in "
+            f"{first.collective}" + "".join(f"; also in {late.place}" for late in more),
             remedy,
             us,
         )
-
-
-def _place(late: Late) -> StepPlace:
-    return StepPlace(late.cause.phase, late.cause.unit)
 
 
 _EXPOSED_REMEDIES = {
@@ -346,8 +306,8 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
             _EXPOSED_REMEDIES.get(kind, _OTHER_REMEDY),
             total,
         )
-    for name, time in found.others.items():
-        own = time - found.others_late.get(name, 0.0)
+    for name, time in found.others.exposed.items():
+        own = time - found.others.late[name]
         yield Advice(
             "exposed communication",
             f"{in_time(own)} a step are waited for {name}, which nothing hides",
@@ -357,10 +317,10 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
 
 
 def _uneven(found: Analysis) -> Iterator[Advice]:
-    """Slower everywhere, by a little in each place."""
+    """Finds ranks that are slower everywhere, by a little in each place."""
     middle = median(found.busy_us.values()) if found.busy_us else 0.0
     for rank, busy in found.busy_us.items():
-        known = sum(late.total_us for late in found.late if late.cause.rank == rank) / max(1, found.steps)
+        known = sum(late.total_us for late in found.late if late.rank == rank) / max(1, found.steps)
         if middle and busy - known > _UNEVEN * middle:
             yield Advice(
                 "uneven ranks",
@@ -387,7 +347,7 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
 
 def _loading(found: Analysis) -> Iterator[Advice]:
     time = found.phases.get("data", 0.0)
-    if not any(late.cause.phase == "data" for late in found.late):
+    if not any(late.place.phase == "data" for late in found.late):
         yield Advice(
             "data",
             f"{in_time(time)} a step all ranks wait for their batches",
@@ -396,86 +356,65 @@ def _loading(found: Analysis) -> Iterator[Advice]:
         )
 
 
-_UNITS = ("unit", "bytes", "forward", "backward", "again", "gather waits", "reduce waits", "late ranks'")
-_RANKS = ("rank", "works", "waits", "of that for late ranks", "works %")
+_OF_UNITS = ("forward", "backward", "recomputation")
 _LATE = ("rank", "in", "longer by", "times", "waited for in", "at most")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]], Sequence[int]]
 
 
-def tables(found: Analysis) -> list[Table]:
-    """Title, head, rows and the numbers of columns that are numbers, of each."""
-    units = [
-        (
-            name,
-            in_bytes(u.nbytes) if u.nbytes else "",
-            *map(_if_any, (u.forward, u.backward, u.recomputation, u.exposed.get("all_gather", 0.0))),
-            _if_any(sum(t for kind, t in u.exposed.items() if kind != "all_gather")),
-            _if_any(sum(u.late.values())),
-        )
-        for name, u in found.units.items()
-    ]
-    units += [
-        (name, "", "", "", "", "", in_time(time), _if_any(found.others_late.get(name, 0.0)))
-        for name, time in found.others.items()
-    ]
-    ranks = [
-        (
-            str(rank),
-            in_time(busy),
-            in_time(found.exposed_us[rank]),
-            in_time(found.waiting_us[rank]),
-            f"{100 * busy / max(1e-9, busy + found.exposed_us[rank]):.0f} %",
-        )
-        for rank, busy in found.busy_us.items()
-    ]
+def _tables(found: Analysis) -> Iterator[Table]:
+    """Yields title, head, rows and the numbers of columns that are numbers, of each."""
+    head = ("unit", "bytes", "forward", "backward", "again", "gather waits", "reduce waits", "late ranks'")
+    rows = []
+    for name, u in found.units.items():
+        gathers = u.exposed.get("all_gather", 0.0)
+        own = [u.work.get(phase, 0.0) for phase in _OF_UNITS]
+        times = (*own, gathers, sum(u.exposed.values()) - gathers, sum(u.late.values()))
+        rows.append((name, in_bytes(u.nbytes) if u.nbytes else "", *map(_if_any, times)))
+    for name, time in found.others.exposed.items():
+        rows.append((name, "", "", "", "", "", in_time(time), _if_any(found.others.late[name])))
+    yield (
+        "A step of each unit: work, and what is waited for (mean of ranks and steps)",
+        head,
+        rows,
+        range(1, 8),
+    )
+    head_of_ranks = ("rank", "works", "waits", "of that for late ranks", "works %")
+    ranks = []
+    for rank, busy in found.busy_us.items():
+        exposed, share = found.exposed_us[rank], busy / max(1e-9, busy + found.exposed_us[rank])
+        times_of_rank = map(in_time, (busy, exposed, found.waiting_us[rank]))
+        ranks.append((str(rank), *times_of_rank, f"{100 * share:.0f} %"))
+    yield "A step of each rank", head_of_ranks, ranks, range(1, 5)
     worth_saying = 0.005 * found.step_us * max(1, found.steps)
     late = [
-        (
-            str(entry.cause.rank),
-            str(StepPlace(entry.cause.phase, entry.cause.unit)),
-            in_time(entry.total_us),
-            str(entry.times),
-            entry.collective,
-            in_time(entry.worst_us),
-        )
-        for entry in [late for late in found.late if late.total_us > worth_saying][:8]
+        (str(e.rank), str(e.place), in_time(e.total_us), str(e.times), e.collective, in_time(e.worst_us))
+        for e in [late for late in found.late if late.total_us > worth_saying][:8]
     ]
-    return [
-        (
-            "A step of each unit: work, and what is waited for (mean of ranks and steps)",
-            _UNITS,
-            units,
-            range(1, 8),
-        ),
-        ("A step of each rank", _RANKS, ranks, range(1, 5)),
-        ("Who is late", _LATE, late, (2, 3, 5)),
-    ]
+    yield "Who is late", _LATE, late, (2, 3, 5)
 
 
 def _if_any(us: float) -> str:
     return in_time(us) if us >= 0.5 else ""
 
 
-def title(found: Analysis) -> str:
+def as_text(found: Analysis) -> str:
+    """Says where time goes, who is late, and what to change."""
     exposed = sum(found.exposed_us.values()) / max(1, len(found.exposed_us))
-    share = 100 * exposed / max(1e-9, found.step_us)
-    clocks = f"; clocks agree within {in_time(found.clock_error_us)}" if found.clock_error_us else ""
+    share, error = 100 * exposed / max(1e-9, found.step_us), _clock_error_us(found.facts)
+    clocks = f"; clocks agree within {in_time(error)}" if error else ""
     who = f"{counted(found.steps, 'step')} of {counted(len(found.busy_us), 'rank')} ({found.facts.get('backend')})"
-    return (
+    blocks = [
         f"{who}: {in_time(found.step_us)} a step, of which {in_time(exposed)} ({share:.0f} %) are waits that nothing "
         f"hides{clocks}"
-    )
-
-
-def as_text(found: Analysis) -> str:
-    blocks = [title(found)]
-    for heading, head, rows, right in tables(found):
-        blocks.append(
-            f"{heading}\n{plain_table(head, rows, right)}" if rows else f"{heading}: nobody" * (head is _LATE)
-        )
+    ]
+    for heading, head, rows, right in _tables(found):
+        if rows:
+            blocks.append(f"{heading}\n{plain_table(head, rows, right)}")
+        elif head is _LATE:
+            blocks.append(f"{heading}: nobody")
     lines = [f"{k}. {a.found}:\n   {a.change}" for k, a in enumerate(advice(found), 1)]
     blocks.append("What to change\n" + ("\n".join(lines) or "nothing that this trace gives a reason for"))
-    return "\n\n".join(block for block in blocks if block)
+    return "\n\n".join(blocks)
 
 
 def as_data(found: Analysis) -> StateDict:
@@ -495,24 +434,18 @@ def as_data(found: Analysis) -> StateDict:
         "units": {
             name: {
                 "bytes": u.nbytes,
-                "forward_us": u.forward,
-                "backward_us": u.backward,
-                "recomputation_us": u.recomputation,
-                "exposed_us": dict(u.exposed),
-                "late_us": dict(u.late),
+                **{f"{phase}_us": u.work.get(phase, 0.0) for phase in _OF_UNITS},
+                "exposed_us": u.exposed,
+                "late_us": u.late,
             }
             for name, u in found.units.items()
         },
-        "others_us": found.others,
+        "others_us": found.others.exposed,
         "late": [
             {
-                "rank": e.cause.rank,
-                "phase": e.cause.phase,
-                "unit": e.cause.unit,
-                "total_us": e.total_us,
-                "worst_us": e.worst_us,
-                "times": e.times,
-                "collective": e.collective,
+                "rank": e.rank,
+                **e.place._asdict(),
+                **{key: getattr(e, key) for key in ("total_us", "worst_us", "times", "collective")},
             }
             for e in found.late
         ],

@@ -55,7 +55,7 @@ def dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def largest_gap(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference of two tensors of one shape; 0 for empty ones, nan where only one has nans."""
+    """Finds the largest absolute difference of tensors of one shape; 0 for empty ones, nan where only one has nans."""
     if got.numel() == 0:
         return 0.0
     got, want = dense(got).double(), dense(want).double()
@@ -83,11 +83,8 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     )
     if not close:
         gap = largest_gap(got, want) if not want.is_complex() else float((got - want).abs().max())
-        raise Difference(
-            where,
-            f"differs by {gap:.3g}\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}",
-            gap,
-        )
+        shown = f"\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
+        raise Difference(where, f"differs by {gap:.3g}{shown}", gap)
 
 
 def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -158,7 +155,7 @@ def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None
 
 
 def check_optimizer_state(where: str, got: StateDict, want: StateDict, tolerance: Tolerance) -> None:
-    """The same for optimizer state dicts in torch's format, whose states have to come in the order of parameters."""
+    """Does so for optimizer state dicts in torch's format, whose states have to come in the order of parameters."""
     if set(got) != set(want):
         raise Difference(where, f"keys {sorted(got)} instead of {sorted(want)}")
     if list(got["state"]) != sorted(want["state"]):
@@ -214,7 +211,7 @@ class Parting:
 
 
 def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tolerance) -> Parting | None:
-    """Where ``got`` first leaves ``want``; None if it doesn't.
+    """Finds where ``got`` first leaves ``want``; None if it doesn't.
 
     Within a step: losses, then gradients, parameters and buffers, each in the model's order.
     """
@@ -224,19 +221,18 @@ def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tole
                 check_numbers(f"loss of micro-batch {k}", [mine], [other], tolerance)
             if len(a.losses) != len(b.losses):
                 raise Difference("losses", f"{len(a.losses)} micro-batches instead of {len(b.losses)}")
-            for what in ("gradient", "value", "buffer"):
-                check_named(what, _named(a, what), _named(b, what), tolerance)
+            for what, part in (("gradient", "gradients"), ("value", "parameters"), ("buffer", "buffers")):
+                check_named(what, getattr(a, part), getattr(b, part), tolerance)
         except Difference as difference:
             return Parting(step, difference.where, difference.gap, str(difference))
     if len(got) != len(want):
-        return Parting(
-            min(len(got), len(want)), "the end", math.nan, f"{len(got)} steps instead of {len(want)}"
-        )
+        detail = f"{len(got)} steps instead of {len(want)}"
+        return Parting(min(len(got), len(want)), "the end", math.nan, detail)
     return None
 
 
 def largest_difference(got: Sequence[Moment], want: Sequence[Moment]) -> float:
-    """Largest absolute difference of any gradient or parameter in two runs with the same names and shapes."""
+    """Finds the largest absolute difference of any gradient or parameter in two runs with the same names and shapes."""
     return max(
         (
             largest_gap(tensor, other[name])
@@ -246,7 +242,3 @@ def largest_difference(got: Sequence[Moment], want: Sequence[Moment]) -> float:
         ),
         default=0.0,
     )
-
-
-def _named(moment: Moment, what: str) -> Mapping[str, torch.Tensor | None]:
-    return {"gradient": moment.gradients, "value": moment.parameters, "buffer": moment.buffers}[what]

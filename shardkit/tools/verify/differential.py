@@ -34,7 +34,7 @@ from .comparing import (
     largest_difference,
     tolerance_of,
 )
-from .experiment import Experiment, load_experiment, persistent_buffers, run_in_one_process, target_of
+from .experiment import Experiment, load_experiment, persistent_buffers, run_in_one_process
 
 SECONDS = 600.0
 
@@ -115,14 +115,20 @@ class Report:
 
 @dataclass(frozen=True)
 class _Task:
-    """A task for all processes; plain data."""
+    """A task for all processes; plain data.
+
+    Attributes:
+        options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
+            of fully_shard, which is shardkit's alone. With ``reduce`` among them, of shardkit's own wrappers.
+        microbatches: of a step, over all ranks.
+    """
 
     target: str
     strategy: Strategy
     world_size: int
     steps: int
     options: Kwargs
-    microbatches: int  # of a step
+    microbatches: int
 
 
 class Verifier:
@@ -156,7 +162,7 @@ class Verifier:
         tolerance: Tolerance | None = None,
         bits: bool = False,
     ) -> Report:
-        """:func:`verify` in these processes.
+        """Does :func:`verify` in these processes.
 
         Raises:
             ConfigurationError: the strategy is unknown, or has no fixed order of sums; or there are no steps.
@@ -167,7 +173,10 @@ class Verifier:
             )
         if steps < 1:
             raise ConfigurationError(f"steps must be at least 1, got {steps}")
-        target, given, count = target_of(experiment), dict(options or {}), self.world_size
+        target = experiment  # by which other processes find it
+        if not isinstance(target, str):
+            target = f"{target.__module__}:{target.__qualname__}"
+        given, count = dict(options or {}), self.world_size
         if bits and strategy == "oss":
             raise ConfigurationError(
                 "--bits: under DistributedDataParallel sums have no fixed order; take sharded_ddp"
@@ -177,8 +186,7 @@ class Verifier:
             policy: ReducePolicy = given.get("reduce", ReducePolicy())
             given["reduce"] = replace(policy, order="fixed", microbatches=count)
         task = _Task(target, strategy, self.world_size, steps, given, count)
-        alone = (_run_rank, "shardkit", task) if bits else (_run_alone, task)
-        truth: Trace = pickle.loads(self._alone.run(*alone)[0])
+        truth: Trace = pickle.loads(self._alone.run(_run, "shardkit" if bits else None, task)[0])
         chosen = EXACT if bits else tolerance or tolerance_of(_dtype(truth, given))
         traces: dict[Library, Trace] = {}
         sides = []
@@ -186,7 +194,7 @@ class Verifier:
             if library == "fairscale" and (bits or strategy == "fully_shard"):
                 continue  # it has no such thing
             try:
-                got = traces[library] = pickle.loads(pool.run(_run_rank, library, task)[0])
+                got = traces[library] = pickle.loads(pool.run(_run, library, task)[0])
                 parting = first_parting(got, truth, chosen)
                 largest = largest_difference(got, truth) if parting is None else None
                 sides.append(Side(library, parting, largest))
@@ -243,23 +251,18 @@ def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def _run_rank(rank: int, library: Library, task: _Task) -> bytes:
-    """In a rank. Pickled: tensors in a pipe between processes would travel as file descriptors."""
-    if library == "shardkit":
+def _run(rank: int, library: Library | None, task: _Task) -> bytes:
+    """Runs a task as a rank, or in one process where there is no library.
+
+    Pickled: tensors in a pipe between processes would travel as file descriptors.
+    """
+    if library != "fairscale":
         install()  # "import fairscale" gives shardkit
     experiment = load_experiment(task.target)
-    return pickle.dumps(
-        run_on_ranks(experiment, library, task.strategy, task.options, task.steps, task.microbatches)
-    )
-
-
-def _run_alone(rank: int, task: _Task) -> bytes:
-    """In a process of its own, which is a rank without others."""
-    install()
-    experiment = load_experiment(task.target)
-    return pickle.dumps(
-        run_in_one_process(experiment, task.world_size, task.steps, task.strategy in ("oss", "sharded_ddp"))
-    )
+    if library is not None:
+        return pickle.dumps(run_on_ranks(experiment, library, task))
+    follows = task.strategy in ("oss", "sharded_ddp")
+    return pickle.dumps(run_in_one_process(experiment, task.world_size, task.steps, follows))
 
 
 # ------------------------------------------------------------ an experiment on real ranks
@@ -267,31 +270,18 @@ Strategy = Literal["oss", "sharded_ddp", "fsdp", "fully_shard"]
 Library = Literal["fairscale", "shardkit"]
 
 
-def run_on_ranks(
-    experiment: Experiment,
-    library: Library,
-    strategy: Strategy,
-    options: SavedState,
-    steps: int,
-    microbatches: int,
-) -> Trace:
-    """Returns what the ranks saw, the same on each of them. Needs a process group.
-
-    Args:
-        options: arguments of OSS ("oss"), ShardedDataParallel or FullyShardedDataParallel, under fairscale's names, or
-            of fully_shard, which is shardkit's alone. With ``reduce`` among them, of shardkit's own wrappers.
-        microbatches: of a step, over all ranks.
-    """
+def run_on_ranks(experiment: Experiment, library: Library, task: _Task) -> Trace:
+    """Returns what the ranks saw, the same on each of them. Needs a process group."""
     kinds: dict[str, type[_Wholes | _Shards | _FullySharded]] = {
         "fsdp": _Shards,
         "fully_shard": _FullySharded,
     }
-    run = kinds.get(strategy, _Wholes)(experiment, library, strategy, dict(options))
+    run = kinds.get(task.strategy, _Wholes)(experiment, library, task.strategy, dict(task.options))
     rank, world, trace = dist.get_rank(), dist.get_world_size(), []
-    for step in range(steps):
+    for step in range(task.steps):
         run.wrapper.zero_grad(set_to_none=True)
         losses = []
-        for k in range(rank, microbatches, world):
+        for k in range(rank, task.microbatches, world):
             loss = experiment.loss_of(run.wrapper, step, k)
             loss.backward()
             losses.append(loss.item())
@@ -401,7 +391,7 @@ class _FullySharded:
 
     @torch.no_grad()
     def gradients(self) -> Tensors:
-        """They take the place of the parameters for as long as it takes to see them whole."""
+        """Puts them in the place of the parameters for as long as it takes to see them whole."""
         shards = list(self.wrapper.parameters())
         values = [p.detach().clone() for p in shards]
         for p in shards:

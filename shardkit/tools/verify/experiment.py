@@ -6,7 +6,7 @@ import copy
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -61,13 +61,6 @@ class Experiment:
     def optimizer_over(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Returns the plain optimizer."""
         return self.optimizer(parameters, **self.optimizer_options)  # type: ignore[arg-type]
-
-
-def target_of(factory: Callable[[], Experiment] | str) -> str:
-    """Returns a factory's name, by which other processes find it."""
-    if isinstance(factory, str):
-        return factory
-    return f"{factory.__module__}:{factory.__qualname__}"
 
 
 def load_experiment(target: str) -> Experiment:
@@ -130,7 +123,9 @@ def run_in_one_process(
     for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
         if buffers_follow_rank_0:
-            _copy_buffers(models)
+            source = dict(model.named_buffers())
+            for name, buffer in (item for replica in models[1:] for item in replica.named_buffers()):
+                buffer.data.copy_(source[name])
         losses = []
         for rank, replica in enumerate(models):
             loss = experiment.loss_of(replica, step, rank)
@@ -148,14 +143,7 @@ def run_in_one_process(
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that state dicts have."""
+    """Copies the buffers that state dicts have."""
     names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {n: v.detach().clone() for n, v in state.items() if n not in names and isinstance(v, torch.Tensor)}
-
-
-def _copy_buffers(models: Sequence[nn.Module]) -> None:
-    source = dict(models[0].named_buffers())
-    for other in models[1:]:
-        for name, buffer in other.named_buffers():
-            buffer.data.copy_(source[name])

@@ -49,7 +49,7 @@ def _returning(value: object) -> AnyCallable:
 
 
 def _replace_cuda() -> None:
-    """The part of ``torch.cuda`` that fairscale's FSDP and checkpoint_wrapper call."""
+    """Replaces the part of ``torch.cuda``, and of tensors, that fairscale's FSDP and checkpoint_wrapper call."""
     cuda: Any = torch.cuda
     for name, value in {
         "is_available": True,
@@ -67,9 +67,6 @@ def _replace_cuda() -> None:
         setattr(cuda, name, _returning(value))
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.Stream = cuda.Event = NoStream
-
-
-def _replace_tensor_methods() -> None:
     tensor: Any = torch.Tensor
     tensor.cuda = tensor.pin_memory = lambda self, *args, **kwargs: self
     tensor.record_stream = _returning(None)
@@ -78,7 +75,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _flat_operands(name: str) -> None:
-    """gloo's one-piece reduce-scatter takes vectors only."""
+    """Flattens what gloo's one-piece reduce-scatter gets: it takes vectors only."""
     original = getattr(dist, name)
 
     @functools.wraps(original)
@@ -94,7 +91,6 @@ def start_rank(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
 
     join_ranks(rank, world_size, rendezvous, backend)
     _replace_cuda()
-    _replace_tensor_methods()
     _flat_operands("_reduce_scatter_base")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
