@@ -138,6 +138,9 @@ class ReshardPolicy:
             frozen when they are sharded are packed for good; shards, messages and sharded checkpoints have bytes in
             their place, and computation and full state dicts what these stand for. They can't be unfrozen. "reshard":
             they are given back as others are.
+        sends_changes: of what ranks have received before, only what has changed since is gathered, as with
+            :class:`~shardkit.OSS`: the same bits, for a copy of all values in ``compute`` on each rank, twice that of a
+            shard, and a wait of the host in each gathering. For ``compute`` of 16 bits beside shards of fp32.
         packing: "int8": blocks of up to 256 numbers of a row share a scale, see :class:`Compression`. "nf4": 4 bits for
             each and a scale for 64, as QLoRA has it (arXiv 2305.14314).
     """
@@ -147,6 +150,7 @@ class ReshardPolicy:
     prefetch: int = 1
     frozen: Frozen = "reshard"
     packing: Literal["int8", "nf4"] = "int8"
+    sends_changes: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.after_forward, bool) and self.after_forward < 1:
@@ -159,6 +163,11 @@ class ReshardPolicy:
             raise ConfigurationError(f"frozen is {self.frozen!r}; name 'reshard', 'keep', 'host' or 'packed'")
         if self.packing not in ("int8", "nf4"):
             raise ConfigurationError(f"packing is {self.packing!r}; name 'int8' or 'nf4'")
+        if self.sends_changes and not isinstance(self.after_forward, bool):
+            raise ConfigurationError(
+                f"sends_changes=True with after_forward={self.after_forward}: every rank has a copy of all values "
+                "already, which backward takes, too; name True or False"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 66_335  # of all source; to be lowered with each release
+LINES = 65_990  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_770,
-    "compat": 10_185,
+    "compat": 10_177,
     "shardkit": 2_285,  # the files right there
     "shardkit/checkpoint": 7_020,
-    "shardkit/flattening": 890,
-    "shardkit/fsdp": 11_010,
+    "shardkit/flattening": 885,
+    "shardkit/fsdp": 10_745,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
     "shardkit/model_parallel": 1_610,
@@ -26,10 +26,10 @@ PARTS = {
     "shardkit/pipeline": 1_550,
     "shardkit/reduction": 1_590,
     "shardkit/tools": 8_370,
-    "shardkit/torch_seams": 1_250,
+    "shardkit/torch_seams": 1_235,
     "shardkit/tracing": 1_670,
     "shardkit/training": 4_660,
-    "shardkit/wrapping": 880,
+    "shardkit/wrapping": 830,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

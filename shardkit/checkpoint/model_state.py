@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.originals import refuse_split
+from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import name_at
 from ..layout import Piece
@@ -58,11 +58,7 @@ class ModelState:
 
     def _add(self, state: ShardingState) -> None:
         for flat in state.flats:
-            if flat.param.is_meta:
-                raise ConfigurationError(
-                    f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call "
-                    "to_empty(device=...) first"
-                )
+            refuse_meta(flat)
             refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
             if flat.is_summoned:
                 raise LifecycleError(

@@ -29,16 +29,20 @@ class Bucket:
         non_blocking: bool = False,
         keep_param_alignment: bool = True,
     ) -> Bucket:
-        """Moves or casts the buffer; returns the bucket (fairscale: None).
+        """Moves or casts the buffer, taken again where it was given up; returns the bucket (fairscale: None).
 
         Args:
-            device, dtype, non_blocking: as of :meth:`torch.Tensor.to`.
+            device, dtype, non_blocking: as of :meth:`torch.Tensor.to`; gradients' parameters have to be there.
             keep_param_alignment: the parameters become views of the new buffer.
         """
+        self._build()
         self.buffer = self.buffer.to(device, dtype, non_blocking)
         if keep_param_alignment and self._params:
             self._reattach()
         return self
+
+    def _build(self) -> None:
+        """Takes the buffer again, where it was given up."""
 
     def _reattach(self) -> None:
         """Does nothing: of the basis, nothing is attached."""
@@ -123,18 +127,6 @@ class GradBucket(Bucket):
         """Whether the parameter is not yet in and its gradient fits with at least one element to spare."""
         return self._fill + param.numel() < self._max_size and id(param) not in self._param_ids
 
-    def to(
-        self,
-        device: int | torch.device | None,
-        dtype: torch.dtype | None = None,
-        non_blocking: bool = False,
-        keep_param_alignment: bool = True,
-    ) -> Bucket:
-        """Rebuilds, and moves as :meth:`Bucket.to` does; the parameters have to be where the buffer goes."""
-        if self._is_collapsed:
-            self.rebuild()
-        return super().to(device, dtype, non_blocking, keep_param_alignment)
-
     def zero(self) -> None:
         """Sets all gradients to zero."""
         self.buffer.zero_()
@@ -176,6 +168,10 @@ class GradBucket(Bucket):
             for p in self._params:
                 self._attach(p, keep=True)
             self._is_collapsed = False
+
+    def _build(self) -> None:
+        if self._is_collapsed:
+            self.rebuild()
 
     @torch.no_grad()
     def shrink(self) -> None:

@@ -39,7 +39,7 @@ def translates_loaded() -> bool:
 
 @contextlib.contextmanager
 def no_key_translation() -> Iterator[None]:
-    """Within this block ``load_state_dict`` takes keys as they are, with the names of the wrappers' attributes."""
+    """Lets ``load_state_dict`` take keys as they are, with names of wrappers' attributes, within this block."""
     token = _translate_loaded.set(False)
     try:
         yield

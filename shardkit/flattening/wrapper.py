@@ -149,11 +149,7 @@ class FlattenParamsWrapper(nn.Module):
         views = list(self.get_param_views(external_data))
         grads = [p.requires_grad for p in self.flat_params for _ in p._param_infos]
         self.is_flattened = False
-        # setattr, not register_parameter: recurrent layers keep a list of their weights that way.
-        for (_, module, name), view, requires_grad in zip(self._param_infos, views, grads, strict=True):
-            setattr(module, name, nn.Parameter(view.detach(), requires_grad=requires_grad))
-        for _, _, module, name, there, there_name in self._shared_param_infos:
-            setattr(module, name, getattr(there, there_name))
+        self._put([nn.Parameter(view.detach(), g) for view, g in zip(views, grads, strict=True)])
         self._fpw_module.__dict__.pop("_unflattened_param_views", None)
         for name in self.flat_param_names:
             delattr(self, name)
@@ -162,24 +158,26 @@ class FlattenParamsWrapper(nn.Module):
     def _unflatten_params_as_views(self) -> None:
         """Gives modules views of the flat parameters as they are now."""
         views = list(self.get_param_views())
-        for (_, module, name), view in zip(self._param_infos, views, strict=True):
-            setattr(module, name, view)
-        for _, _, module, name, there, there_name in self._shared_param_infos:
-            setattr(module, name, getattr(there, there_name))
+        self._put(views)
         # Activation checkpoints ask it whether something in the module needs a gradient.
         object.__setattr__(self._fpw_module, "_unflattened_param_views", views)
 
+    def _put(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Makes these the attributes of modules where original parameters were."""
+        # setattr, not register_parameter: recurrent layers keep a list of their weights that way.
+        for (_, module, name), value in zip(self._param_infos, values, strict=True):
+            setattr(module, name, value)
+        for _, _, module, name, there, there_name in self._shared_param_infos:
+            setattr(module, name, getattr(there, there_name))
+
     def _drop_views(self) -> None:
         """Takes the views away; see [Note: three states of an original parameter]."""
-        for _, module, name in self._param_infos:
-            setattr(module, name, None)
-        for _, _, module, name, _, _ in self._shared_param_infos:
-            setattr(module, name, None)
+        self._put([None] * len(list(self._param_infos)))
         self._fpw_module.__dict__.pop("_unflattened_param_views", None)
 
     @contextlib.contextmanager
     def unflatten_params(self, flat_params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """Within this block the module has real parameters under their own names; what is written to them stays.
+        """Gives the module real parameters under their own names within this block; what is written to them stays.
 
         Within another such block it does nothing.
 
@@ -208,8 +206,7 @@ class FlattenParamsWrapper(nn.Module):
     def get_param_views(
         self, external_data_list: Sequence[torch.Tensor | None] | None = None
     ) -> Iterator[torch.Tensor]:
-        """Original parameters of all flat parameters as views of them, or of the tensors [N] in a list (None: of its
-        own).
+        """Yields original parameters as views of the flat parameters, or of tensors [N] in a list (None: of its own).
 
         Raises:
             ConfigurationError: the list has another length.
@@ -225,7 +222,7 @@ class FlattenParamsWrapper(nn.Module):
         return chain.from_iterable([param.get_param_views(data) for param, data in pairs])
 
     def metadata(self, flat_param_idx: int) -> tuple[list[str], Sequence[torch.Size], list[int]]:
-        """Names, shapes and numels of one flat parameter's original parameters."""
+        """Returns names, shapes and numels of one flat parameter's original parameters."""
         return self.flat_params[flat_param_idx].metadata()
 
     # -------------------------------------------------------- module
@@ -371,7 +368,7 @@ def _with_data(flat_param: FlatParameter, data: torch.Tensor) -> FlatParameter:
 
 @torch.no_grad()
 def take_over_originals(flat_params: Sequence[FlatParameter], module: nn.Module) -> list[FlatParameter]:
-    """Original parameters that got other tensors while they were unflattened give their values to the flat parameters.
+    """Gives flat parameters the values of tensors that took original parameters' places while they were unflattened.
 
     Returns:
         The flat parameters; new ones where original parameters moved to a device that a tensor can't change to.

@@ -106,16 +106,13 @@ class _SavedView(NamedTuple):
 
 
 class SavedInCall:
-    """Collects what autograd saves in one call of a unit."""
+    """Collects what autograd saves in one call of a unit, from now on until :meth:`close`."""
 
     def __init__(self, backend: Backend, before: SavedInCall | None, parameters: set[int]) -> None:
         self._backend, self._before, self._parameters = backend, before, parameters
         self._storages: dict[int, _SavedStorage] = {}
         self._all: list[_SavedStorage] = []
-        self._is_open = self._has_come = False
-
-    def open(self) -> None:
-        """From now on what autograd saves is noted here."""
+        self._has_come = False
         _push(self._pack, self._unpack)
         self._is_open = True
 
@@ -129,9 +126,13 @@ class SavedInCall:
     def _pack(self, tensor: torch.Tensor) -> object:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
-        if tensor.device.type != self._backend.device_type or self._stays(tensor):
+        if tensor.device.type != self._backend.device_type or tensor.is_conj() or tensor.is_neg():
+            return tensor  # the memory of a conjugate holds other values
+        if tensor.numel() * tensor.element_size() < _SMALL:
             return tensor
         key = tensor.untyped_storage()._cdata
+        if key in self._parameters:
+            return tensor
         storage = self._storages.get(key)
         if storage is None:
             storage = self._storages[key] = _SavedStorage(self._backend, tensor)
@@ -140,12 +141,6 @@ class SavedInCall:
         storage.uses += 1
         place = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return _SavedView(self, storage, storage.uses - 1, *place)
-
-    def _stays(self, tensor: torch.Tensor) -> bool:
-        nbytes = tensor.numel() * tensor.element_size()
-        if tensor.is_conj() or tensor.is_neg():  # its memory holds other values
-            return True
-        return nbytes < _SMALL or tensor.untyped_storage()._cdata in self._parameters
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if not isinstance(saved, _SavedView):
@@ -194,15 +189,14 @@ class Activations:
             self.settle()
             self._leaving = self._last
             self._leaving.leave()
-        page = SavedInCall(backend, self._last, self._parameters)
-        page.open()
-        return page
+        return SavedInCall(backend, self._last, self._parameters)
 
-    def leave(self, page: SavedInCall) -> None:
-        """Notes that the unit is through."""
-        page.close()
+    def leave(self, page: SavedInCall | None) -> None:
+        """Notes that the unit is through; None where somebody else's hooks had won."""
         self.settle()
-        self._last = page
+        if page is not None:
+            page.close()
+            self._last = page
 
     def settle(self) -> None:
         """Gives the memory back of what was on its way to the host."""

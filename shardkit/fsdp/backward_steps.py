@@ -24,7 +24,7 @@ from .optimizer_check import first_steps
 
 @contextlib.contextmanager
 def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, ``backward()`` is the optimizer's ``step()`` and ``zero_grad()``, too (collective).
+    """Makes ``backward()`` inside the optimizer's ``step()`` and ``zero_grad()``, too (collective).
 
     ::
 
@@ -41,7 +41,8 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
 
     Raises:
         ConfigurationError: the optimizer is another one, lists no such shards, or has hooks before its step.
-        LifecycleError: a second backward inside, or that of a loss that a gradient scaler has scaled.
+        LifecycleError: a second backward inside, or that of a loss that a gradient scaler has scaled; or this is inside
+            of :class:`~shardkit.SkipOutOfMemory`.
     """
     steps = _steps.get(optimizer)
     if steps is None or steps.are_of_others(optimizer):
@@ -105,6 +106,7 @@ class _StepsByUnit:
                 "step_in_backward: the optimizer has hooks before its step (register_step_pre_hook), or a step() of "
                 "its own, which would come after the steps of units; remove them, or call step() after backward"
             )
+        self._refuse_skipping()
         first_steps.before(optimizer, is_due=False)
         first_steps.by_unit.add(optimizer)
         self._stepped, self._thread = set(), threading.get_ident()
@@ -116,7 +118,7 @@ class _StepsByUnit:
                 landing.then = partial(self._step, flat)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Gradients are the program's again."""
+        """Gives gradients back to the program."""
         first_steps.by_unit.discard(optimizer)
         for flat in self._parts:
             if (landing := flat.store.landing) is not None:
@@ -129,10 +131,18 @@ class _StepsByUnit:
                 "the backwards of other micro-batches in front of the block, and the last one inside"
             )
         self._refuse_scaled()
+        self._refuse_skipping()
         self._stepped.add(flat)
         part = self._parts[flat]
         part.step()
         part.zero_grad()
+
+    def _refuse_skipping(self) -> None:
+        if not may_be_skipped.isdisjoint(self._parts):
+            raise LifecycleError(
+                "step_in_backward inside of SkipOutOfMemory: a unit's step could not be taken back where a rank runs "
+                "out of memory later in this backward. Call step() behind the with of SkipOutOfMemory"
+            )
 
     def _refuse_scaled(self) -> None:
         scaler = _scaling.get(self._thread, lambda: None)()
@@ -153,11 +163,12 @@ class _StepsByUnit:
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
+may_be_skipped: weakref.WeakSet[FlatParam] = weakref.WeakSet()  # by batches that are not through yet
 _scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled a loss since its last update
 
 
 def notice_scaling() -> None:
-    """From now on it is known whether a gradient scaler has scaled a loss."""
+    """Notes from now on whether a gradient scaler has scaled a loss."""
     if not hasattr(GradScaler.scale, "__wrapped__"):
         scale, update = GradScaler.scale, GradScaler.update
         GradScaler.scale, GradScaler.update = _noted(scale, True), _noted(update, False)  # type: ignore[method-assign]

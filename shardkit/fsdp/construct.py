@@ -37,7 +37,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout, in_runs
-from ..policy import ReshardPolicy
+from ..policy import Compression, ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
@@ -63,6 +63,7 @@ from .originals import (
 from .packed import PackedWeight, is_packable
 from .registered import hide, register, take_out
 from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
+from .store import Stored
 from .submodule_api import answer_for, take
 from .unit import Unit
 
@@ -391,6 +392,8 @@ def _check(units: Sequence[Found]) -> None:
             check_options(options, group)
         if options.precision.compression or options.reduce.compression or options.reduce.order:
             _check_reduction(found)
+        if options.reshard.sends_changes:
+            _check_changes(found, options.precision.compression)
         if options.flatten:
             _check_names(found)
         if options.dtensors and found.originals:
@@ -457,6 +460,18 @@ def _check_lazy(options: Options, group: Group) -> None:
         raise ConfigurationError(
             f"after_forward={reshard.after_forward}: on {name} the compiler decides what is kept between "
             "forward and backward; use True or False"
+        )
+
+
+def _check_changes(found: Found, compression: Compression | None) -> None:
+    """Raises ConfigurationError where what has changed since the last gathering can't be told."""
+    of_their_own = [
+        o.param for o in found.originals if o.store is not None and not issubclass(o.store, Stored)
+    ]
+    if compression is not None or of_their_own or not found.state.group.backend.has_storage:
+        raise ConfigurationError(
+            "sends_changes=True with compression of parameters, with classes that have an all-gather of their own, or "
+            "on a backend where a compiler decides what is kept (XLA): leave one of them out"
         )
 
 
@@ -608,6 +623,7 @@ def _listed(
     return FlatParam(
         originals, shard, places, found.cut_over, layout, state.group, options.precision.compute, options.device,
         state.post_forward_mesh, options.precision.compression, Mirrored if options.offload.masters else None,
+        options.reshard.sends_changes,
     )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ from ..torch_seams.hooks import (
     callers,
     current_backward,
     frame_of_backward,
+    in_compiled_autograd,
     moments,
     surrounding_checkpoint,
     tensors_in,
@@ -109,19 +110,15 @@ def check_one_thread(engine: Engine, what: str) -> None:
     Device threads, which run parts of a backward on behalf of the thread that called it, are not taken for others.
     """
     me, task = this_thread(), current_backward()
-    if engine.thread not in (NO_THREAD, me) and (task == NO_BACKWARD or _called_here()):
+    is_called_here = task == NO_BACKWARD or frame_of_backward(sys._getframe()) is not None
+    if engine.thread not in (NO_THREAD, me) and is_called_here:
         raise _refusal(engine.thread, "forward", what)
     other = engine.state.thread
     if engine.state.task in (NO_BACKWARD, task) or other == me:
         return
     of_other = sys._current_frames().get(other)
-    if frame_of_backward(of_other) is not None and (task == NO_BACKWARD or _called_here()):
+    if frame_of_backward(of_other) is not None and is_called_here:
         raise _refusal(other, "backward", what)
-
-
-def _called_here() -> bool:
-    """Whether this thread called the backward that it runs."""
-    return frame_of_backward(sys._getframe(1)) is not None
 
 
 def _refusal(other: int, doing: str, what: str) -> LifecycleError:
@@ -134,7 +131,6 @@ def _refusal(other: int, doing: str, what: str) -> LifecycleError:
 
 
 EXPORT = "torch.export._trace"
-COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 # Of this thread from torch 2.14 on, of the process before.
 _fx: Any = torch.fx._symbolic_trace
 fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or functools.partial(
@@ -176,8 +172,7 @@ def is_listed_for_export(export: ModuleType) -> bool:
 
 def check_backward(unit: Unit) -> None:
     """Raises LifecycleError where autograd's graph is compiled."""
-    compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
-    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+    if in_compiled_autograd():
         raise refusal(
             unit,
             "compiled autograd",
@@ -251,7 +246,12 @@ def plan_backward(
     due = [bisect_left(times, entered[unit]) for unit in gathers]
     together = _computed_together(gathers, calls, recomputed)
     again = [min(positions, default=-1) for positions in together]
-    return BackwardPlan(gathers, reductions, due, _until(together, gathers, prefetch), again)
+    until: list[int] = []  # whole rows of small ones
+    furthest, end_of = 0, _ends_of_rows(gathers)
+    for k, positions in enumerate(together):
+        furthest = max(furthest, k, *positions)
+        until.append(end_of[min(furthest + prefetch, len(gathers) - 1)])
+    return BackwardPlan(gathers, reductions, due, until, again)
 
 
 def _times_of_reductions(units: Iterable[Unit], left: dict[Unit, int]) -> dict[Unit, int]:
@@ -285,16 +285,6 @@ def _computed_together(
     return together
 
 
-def _until(together: Sequence[set[int]], units: Sequence[Unit], prefetch: int) -> list[int]:
-    """Finds for each position up to where units are gathered on entering it (exclusive): whole rows of small ones."""
-    until: list[int] = []
-    furthest, end_of = 0, _ends_of_rows(units)
-    for k, positions in enumerate(together):
-        furthest = max(furthest, k, *positions)
-        until.append(end_of[min(furthest + prefetch, len(units) - 1)])
-    return until
-
-
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     """Finds for each position where the row of small units that it is in ends (exclusive)."""
     rows: list[list[Unit]] = []
@@ -325,6 +315,7 @@ class ForwardGraph:
         self.versions = {
             f: sum(map(_version_of, f.versioned)) for u in engine.units for f in u.flats if f.trains
         }
+        engine.pending.add(self)
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:
@@ -402,7 +393,7 @@ class Engine:
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._creates_graph = False
         self._held: list[FlatParam] = []  # gathered for the graphs of gradients
-        self._locked: list[FlatParam] = []  # gathered from the end of forward for backward
+        self._flats = [*dict.fromkeys(flat for unit in self.units for flat in unit.needs)]
         self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
         shared = [f for u in self.units for f in u.flats if f.group.world_size > 1]
         self._first_of_group = list({f.group: f for f in reversed(shared)}.values())
@@ -464,8 +455,9 @@ class Engine:
         in_backward = current_backward() != NO_BACKWARD
         if not self.recording and not in_backward and (unit.gathered_at is None or not unit.is_current()):
             unit.release()  # what an earlier forward left gathered may be old
-        if self._locked:
-            self._unlock(unit.needs)
+        for flat in unit.needs:
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
         if in_backward and self.state.task != NO_BACKWARD:  # activations are computed anew
             self._gather_again(unit)
         elif not unit.is_held:
@@ -524,7 +516,8 @@ class Engine:
             self.state.ended = next(moments)
             self.recording = False
             self.state.is_due = not self.state.accumulating
-            checkpoints = _numbered(self._around)
+            numbers: dict[int, int] = {}  # of checkpoints, in order of appearance
+            checkpoints = [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in self._around]
             self._around = []
             if (
                 self._replan
@@ -541,24 +534,22 @@ class Engine:
             self._lock_held()
         elif self._keeping:
             self._lock_frozen()
-        for flat in self._locked:
-            if flat.written:
+        for flat in self._flats:
+            if flat.store.state is LOCKED and flat.written:
                 raise written_original(flat)
 
     def _lock_held(self) -> None:
         """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""
         for unit in self.units:
             if unit.is_held:
-                for flat in unit.needs:
-                    flat.store.lock()
-                    self._locked.append(flat)
+                self._lock(unit.needs)
         if self._held:
             self._lock(self._held)
         if self._keeping:
             self._lock_frozen()
 
     def _lock_frozen(self) -> None:
-        """Frozen values that stay are for the next step: what is written to them would not be in the shards."""
+        """Locks frozen values that stay, for the next step: what is written to them would not be in the shards."""
         self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
 
     def _make_plan(self) -> None:
@@ -606,12 +597,6 @@ class Engine:
                 unit.goes_backward = unit.goes_backward or bool(flag)
                 unit.is_undecided = False
 
-    def watching(self, watcher: Unit | UnitCall) -> ForwardGraph:
-        """Returns what outputs of the root's forward call when backward reaches them, on behalf of ``watcher``."""
-        graph = ForwardGraph(self, watcher)
-        self.pending.add(graph)
-        return graph
-
     @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:
         """Notes that a forward raised."""
@@ -645,8 +630,9 @@ class Engine:
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
                 behind = ", past " + ", ".join(past) if past else ""
                 flat.group.channel("parameters").agree(f"backward through {flat.label}{behind}")
-        if self._locked:
-            self._unlock(self._locked)
+        for flat in self._flats:
+            if flat.store.state is LOCKED:
+                flat.store.unlock()
         self._is_planned = len(self.pending) <= 1 and not self._held
         self._at_end = not sends_last or (not self._is_planned and self._needs_one_order)
         self._passed = -1
@@ -775,7 +761,7 @@ class Engine:
             self._next_reduction += 1
 
     def defer(self, unit: Unit) -> None:
-        """All gradients of a unit are there, but more may be added to them while backward is inside of the unit."""
+        """Notes that all gradients are there, and that more may come while backward is inside of the unit."""
         self._deferred.append(unit)
 
     def _complete_deferred(self, entered: Unit) -> None:
@@ -794,7 +780,7 @@ class Engine:
             return
         while self._in_flight:  # one at a time; see [Note: several forwards] for more than one
             may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
-            if not may_wait and not self._in_flight[0].is_reduced():
+            if not may_wait and not all(pack.is_done() for pack in self._in_flight[0].sent):
                 break
             self._receive()
         unit.send()
@@ -802,7 +788,8 @@ class Engine:
 
     def _receive(self) -> None:
         unit = self._in_flight.pop(0)
-        unit.receive()
+        for pack in unit.sent:
+            pack.receive()
         if self.is_lazy:
             self._last_reduced = [f.param.grad for f in unit.flats if f.param.grad is not None]
 
@@ -904,9 +891,9 @@ class Engine:
     def _abandon(self) -> None:
         self.entered = []
         units, self._in_flight = self._in_flight, []
-        for unit in units:
+        for pack in [pack for unit in units for pack in unit.sent]:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
-                unit.forget_reduction()
+                pack.forget()
         for pack in [pack for unit in self._on_host for pack in unit.packs]:
             pack.forget()
         for unit in self.units:
@@ -928,13 +915,6 @@ class Engine:
     def _lock(self, flats: Sequence[FlatParam]) -> None:
         for flat in flats:
             flat.store.lock()
-            self._locked.append(flat)
-
-    def _unlock(self, flats: Sequence[FlatParam]) -> None:
-        for flat in flats:
-            if flat.store.state is LOCKED:
-                flat.store.unlock()
-        self._locked = [flat for flat in self._locked if flat.store.state is LOCKED]
 
     # ------------------------------------------------------------ steps of others
     @property
@@ -1036,15 +1016,9 @@ class Engine:
 
 @contextlib.contextmanager
 def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Inside, this rank has no gradients of these: of parameters without a part here it doesn't hear who has."""
+    """Says inside that this rank has no gradients of these: of those without a part here it doesn't hear who has."""
     unused = [flat.unused for unit in units for flat in unit.flats]
     noted = [each.is_noted for each in unused]
     yield
     for each, before in zip(unused, noted, strict=True):
         each.is_noted = before
-
-
-def _numbered(checkpoints: list[object]) -> list[int]:
-    """Gives objects numbers, in order of appearance; -1 for None."""
-    numbers: dict[int, int] = {}
-    return [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in checkpoints]

@@ -17,10 +17,11 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..reduction.changes import Run, difference
+from ..torch_seams.strided_views import memory_of
 from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
-from .originals import refuse_split
+from .originals import refuse_meta, refuse_split
 from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 
@@ -46,7 +47,7 @@ class Change:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and positions."""
+        """Counts the bytes of values and positions."""
         return sum(r.values.nbytes + (0 if r.gaps is None else r.gaps.nbytes) for r in self.runs)
 
     @torch.no_grad()
@@ -162,11 +163,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():
         refuse_split(flat.originals, "export()", "Take state_dict(), whose DTensors have full_tensor()")
-        if flat.param.is_meta:
-            raise ConfigurationError(
-                f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) "
-                "and initialize it first"
-            )
+        refuse_meta(flat)
         if since is not None and (
             flat.is_summoned
             or flat.param.element_size() not in INTEGERS
@@ -190,7 +187,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _named(
     flat: FlatParam, values: Sequence[T], paths: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[str, T]]:
-    """Each original parameter's value under all names that it has in the model; it may be tied."""
+    """Yields each original parameter's value under all names that it has in the model; it may be tied."""
     for original, value in zip(flat.originals, values, strict=False):
         for module, name in original.places:
             for path in paths.get(id(module), ()):
@@ -230,7 +227,7 @@ class _Renaming:
             yield from found.items()
 
     def _as_saved(self, found: Mapping[str, torch.Tensor | Change]) -> Mapping[str, torch.Tensor | Change]:
-        """Under the names, and in the shapes, that ``save_pretrained`` writes."""
+        """Returns it under the names, and in the shapes, that ``save_pretrained`` writes."""
         convert = getattr(sys.modules.get("transformers.modeling_utils"), "revert_weight_conversion", None)
         if convert is None or not found:
             return found
@@ -286,8 +283,8 @@ def _changed(
     else:
         everything = group.gather_object(sent, on, label=label) or []
     found: dict[int, tuple[list[Run], int]] = {n: ([], 0) for n in range(len(flat.originals))}
-    for theirs, all_gaps, all_values in everything:
-        _add(found, theirs, all_gaps, all_values, shard)
+    for theirs in everything:
+        _add(found, theirs, shard)
     return [
         Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
         for original, (runs, total) in zip(flat.originals, found.values(), strict=True)
@@ -295,12 +292,13 @@ def _changed(
 
 
 def _add(
-    found: dict[int, tuple[list[Run], int]], theirs: dict[int, list[_Part]], all_gaps: bytearray,
-    all_values: bytearray, like: torch.Tensor,
-) -> None:  # fmt: skip
+    found: dict[int, tuple[list[Run], int]],
+    sent: tuple[dict[int, list[_Part]], bytearray, bytearray],
+    like: torch.Tensor,
+) -> None:
     """Adds what one rank has sent."""
-    gaps, values = _read(all_gaps, torch.uint8), _read(all_values, like.dtype)
-    for item, parts in theirs.items():
+    gaps, values = _read(sent[1], torch.uint8), _read(sent[2], like.dtype)
+    for item, parts in sent[0].items():
         runs, total = found[item]
         for part in parts:
             total += part.checksum
@@ -312,16 +310,9 @@ def _add(
         found[item] = runs, total
 
 
-def _bytes(parts: Sequence[torch.Tensor]) -> bytearray:
-    """The memory of these one after the other; numpy may not be there."""
-    made = bytearray(sum(part.nbytes for part in parts))
-    start = 0
-    for part in parts:
-        if part.nbytes:
-            target = torch.frombuffer(made, dtype=torch.uint8, count=part.nbytes, offset=start)
-            target.copy_(part.contiguous().view(torch.uint8))
-            start += part.nbytes
-    return made
+def _bytes(parts: list[torch.Tensor]) -> bytearray:
+    """Returns the memory of these one after the other; numpy may not be there."""
+    return bytearray(memory_of(torch.cat(parts).cpu())) if parts else bytearray()
 
 
 def _read(data: bytearray, dtype: torch.dtype) -> torch.Tensor:

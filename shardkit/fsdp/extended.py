@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
+from ..torch_seams.live_memory import parts_with_memory
 from ..torch_seams.strided_views import contiguous_strides
 from ..types import Tree
 from .originals import (
@@ -30,7 +30,7 @@ from .originals import (
     without_values,
     written_original,
 )
-from .store import FULL, GATHERED, GATHERING, RELEASED, SUMMONED, Store
+from .store import GATHERING, RELEASED, SUMMONED, Store
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
@@ -81,7 +81,7 @@ class Extended(Store):
         self.in_flight = self._gather(full, sent, async_op=True, label=self._flat.label), full
 
     def _make_room(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Before the first gather (collective): inputs may differ where a class does not pad its last rows.
+        """Takes memory before the first gather (collective): inputs differ where a class does not pad its last rows.
 
         Raises:
             RankMismatchError: on all ranks.
@@ -93,13 +93,7 @@ class Extended(Store):
         self._places = [output.view(torch.uint8).view(world_size, -1) for output in self._outputs]
 
     @torch.no_grad()
-    def finish(self) -> None:
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+    def _show_gathered(self, values: torch.Tensor) -> None:
         if self._flat.keeps_on_host:
             self._to_host(values)
         for original in self._extended:
@@ -114,15 +108,7 @@ class Extended(Store):
         note_originals(self._flat)
         self._reveal()
 
-    def release(self, until_backward: bool = False) -> None:
-        if self.state is GATHERING:
-            self.finish()
-        if self.state in FULL:
-            self._give_back()
-        self.users = 0
-
-    def _give_back(self) -> None:
-        self.users = 0
+    def _give_back(self, until_backward: bool = False) -> None:
         self._conceal()
         for original in self._extended:
             for tensor in original.memory:
@@ -188,7 +174,7 @@ class ExtendedParameter(OriginalParameter):
             asked: what ``fsdp_pre_all_gather`` is told: the mesh, and the dtypes in torch's words.
         """
         self._asked, whole = asked, self.part if self.part.is_meta else self.part.to(device)
-        for tensor in [] if whole.is_meta else _plain_in(whole):
+        for tensor in [] if whole.is_meta else list(parts_with_memory(whole)):
             for sender in senders:
                 sender.channel("buffers").broadcast(tensor, 0, label="parameters of rank 0")
         chunks = torch.chunk(whole, group.world_size)
@@ -239,10 +225,3 @@ def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
 def is_extended(param: nn.Parameter) -> bool:
     """Whether its class says what is gathered of it."""
     return hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
-
-
-def _plain_in(tensor: Tree) -> list[torch.Tensor]:
-    """Returns the plain tensors that one is made of, as far as it tells."""
-    if is_traceable_wrapper_subclass(tensor):
-        return [t for name in tensor.__tensor_flatten__()[0] for t in _plain_in(getattr(tensor, name))]
-    return [tensor] if type(tensor) is torch.Tensor else []

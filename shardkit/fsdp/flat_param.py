@@ -44,6 +44,7 @@ from .registered import (
     RegisteredShards,
     ShardedFlatParameter,
     UnlistedShard,
+    class_of,
     watch_asked_gradients,
 )
 from .store import FULL, SUMMONED, Store, store_for
@@ -70,6 +71,7 @@ class FlatParam:
         post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
         compression: of what is gathered.
         offloaded: the store where the shard is on the host; None for that of the device's shards.
+        sends_changes: of what ranks have received before, only what has changed since is gathered.
 
     Attributes:
         names: path of each in the unit's module.
@@ -107,7 +109,7 @@ class FlatParam:
         self, originals: Sequence[OriginalParameter], shard: torch.Tensor,
         places: Sequence[Place], mesh: DeviceMesh | None, layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
-        compression: Compression | None = None, offloaded: type[Store] | None = None,
+        compression: Compression | None = None, offloaded: type[Store] | None = None, sends_changes: bool = False,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
@@ -129,7 +131,7 @@ class FlatParam:
         self.chosen_dtype = compute_dtype
         self._compute_device = compute_device
         self.compression = compression
-        self.offloaded = offloaded
+        self.offloaded, self.sends_changes = offloaded, sends_changes
         if not places:
             self.shards = RegisteredShards(self, shard, mesh)
             self.listings, self.lists_dtensors = self.shards.each, self.shards.are_dtensors
@@ -159,6 +161,10 @@ class FlatParam:
         self.versioned: Sequence[torch.Tensor] = [own] if self.shards is None else self.shards.versioned
         if type(own) is FlatParameter:
             own.__class__ = ShardedFlatParameter
+        for listing in self.listings:
+            kind = listing.originals[0].listed_as
+            if kind is not None and not isinstance(listing.param, kind):
+                listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
         note_listings(self.listings)
         watch_asked_gradients()
 

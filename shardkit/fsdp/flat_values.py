@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -112,7 +111,7 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
-    """This rank's shard [S] of a flat parameter's values, items in their places; a view where that is possible."""
+    """Returns this rank's shard [S] of a flat parameter's values, items in their places; a view where possible."""
     if type(layout) is ShardLayout and layout.runs == 1 and not layout.copies:
         return own_part(values, group)
     blocks = values.split([block.padded_numel for block in layout.blocks])
@@ -135,12 +134,6 @@ def _as_parts(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     if layout.runs == 1:
         return values.view(layout.world_size, -1)
     return values.view(layout.runs, layout.world_size, -1).transpose(0, 1)
-
-
-class Unpacks(Protocol):
-    """Copies values that were gathered, [W, S], to their places."""
-
-    def unpack(self, gathered: torch.Tensor) -> None: ...
 
 
 class Unpacking:
@@ -171,14 +164,10 @@ class Unpacking:
 
 def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """Puts items in their places, of values gathered rank by rank, [W * S]."""
-    blocks = layout.blocks
-    if len(blocks) == 1 and layout.runs == 1:
+    if len(layout.blocks) == 1 and layout.runs == 1:
         return gathered
-    parts = gathered.view(layout.world_size, -1).split([b.shard_numel for b in blocks], dim=1)
     made = torch.empty_like(gathered)
-    for item, part, block in zip(made.split([b.padded_numel for b in blocks]), parts, blocks, strict=True):
-        place = _as_parts(item, block)
-        place.copy_(part.view(place.shape))
+    Unpacking(layout, made).unpack(gathered)
     return made
 
 

@@ -36,11 +36,11 @@ from ..errors import LifecycleError
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
+    COMPILED_AUTOGRAD,
     NO_BACKWARD,
     current_backward,
     in_fields,
     tensors_in,
-    tensors_of,
     watch_outputs,
 )
 from ..tracing.ranges import Range
@@ -50,7 +50,6 @@ from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .activations import Activations, SavedInCall
 from .construct import announce, name_flats
 from .engine import (
-    COMPILED_AUTOGRAD,
     NO_THREAD,
     Engine,
     ForwardGraph,
@@ -64,7 +63,7 @@ from .engine import (
 from .flat_param import FlatParam
 from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original
 from .registered import hide
-from .state import ShardingState, clean, state_of
+from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
 if TYPE_CHECKING:
@@ -89,16 +88,39 @@ def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
 
 
 @callees_compiled
-def run_summoned(module: AnyCallable, flats: Sequence[FlatParam], args: Args, kwargs: Kwargs) -> Tree:
-    """Runs a forward inside of ``summon_full_params``: this rank's alone, in the dtypes of any other forward."""
-    with computing_when_summoned(flats):
-        outputs = module(*args, **kwargs)
-    refuse_backward(flats, outputs)
-    return outputs
+def run_gathered(state: ShardingState, call: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
+    """Calls what computes with a unit's parameters, a module or a method of it, with these gathered.
+
+    Inside of ``summon_full_params`` it is this rank's alone, in the dtypes of any other forward.
+    """
+    dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
+    if state.summoned is not None:
+        state.cast_buffers()
+        if dtype is not None:
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+        with computing_when_summoned(state.unit.needs):
+            outputs = call(*args, **kwargs)
+        refuse_backward(state.unit.needs, outputs)
+        return outputs
+    entered = enter(state, args, kwargs)
+    try:
+        if dtype is not None:
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+        if state.unit.has_frozen:
+            entered = watched(entered, state, (args, kwargs))
+        if entered.engine.is_lazy:
+            with saving_originals_by_name():
+                outputs = call(*args, **kwargs)
+        else:
+            outputs = call(*args, **kwargs)
+    except BaseException as error:
+        fail(state, entered, error)
+        raise
+    return leave(state, entered, outputs)
 
 
 def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
-    """Inside, parameters that are summoned have the dtype that forward computes with."""
+    """Gives parameters that are summoned the dtype that forward computes with, inside."""
     with ExitStack() as stack:
         for flat in flats:
             if flat.is_summoned:
@@ -113,7 +135,7 @@ def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
         raise backward_when_summoned(flats[0])
 
     if flats and torch.is_grad_enabled():
-        watch_outputs(tensors_of(outputs), refuse)
+        watch_outputs(tensors_in(outputs), refuse)
 
 
 @not_compiled
@@ -141,7 +163,7 @@ def without_lent_memory(unit: Unit, outputs: Tree) -> Tree:
         return tensor.clone() if lends_memory(unit, (tensor,)) else tensor
 
     copied = tree_map_only(torch.Tensor, owned, outputs)
-    if lends_memory(unit, tensors_of(copied)):
+    if lends_memory(unit, tensors_in(copied)):
         raise LifecycleError(
             f"rank {unit.needs[0].group.rank}: the forward of FSDP unit {unit.name or 'the root'!r} returns a "
             f"parameter, or a view of one, inside a {type(outputs).__name__}; its memory ends with forward. "
@@ -185,7 +207,7 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
 
 @not_compiled
 def saving_originals_by_name() -> AbstractContextManager[object]:
-    """Inside, what autograd saves of original parameters is taken anew in backward; see the note above.
+    """Has what autograd saves of original parameters inside taken anew in backward; see the note above.
 
     Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
     """
@@ -217,7 +239,7 @@ class Entered(NamedTuple):
 def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
     states = state.states()
-    names = {id(m): n for n, m in state.door.named_modules() if state_of(m) is not None}
+    names = {id(s.door): path for path, s in named_units(state.door)}
     for s in states:
         s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
     name_flats({s: s.unit.name or "the root" for s in states})
@@ -240,11 +262,11 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
     """Gathers a unit for a forward on these inputs, as they come."""
     unit = state.unit
     compiled: Tree = sys.modules.get(COMPILED_AUTOGRAD)
-    if (
-        jit_tracing() is not None or transform_level() is not None or fx_tracing()
-        or torch.compiler._is_exporting_flag
-        or (compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region))
-    ):  # fmt: skip
+    is_compiled = compiled is not None and (
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    )
+    is_recorded = jit_tracing() is not None or transform_level() is not None or fx_tracing()
+    if is_compiled or is_recorded or torch.compiler._is_exporting_flag:
         check_forward(unit)
     engine = state.engine or become_root(state)
     for flat in state.flats:
@@ -316,18 +338,8 @@ def input_dtype(state: ShardingState) -> torch.dtype | None:
 def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
     """Returns the same, with gradients of the inputs watched where backward needs frozen parameters."""
     if state.unit.has_frozen and torch.is_grad_enabled():
-        return entered._replace(watcher=UnitCall.watching(state.unit, tensors_in(inputs)))
+        return entered._replace(watcher=UnitCall(state.unit, tensors_in(inputs)))
     return entered
-
-
-def _leave_page(
-    engine: Engine, activations: Activations, page: SavedInCall | None, is_outermost: bool
-) -> None:
-    if page is not None:
-        activations.leave(page)
-    if is_outermost:
-        activations.settle()
-        engine.activations = None  # the graph alone keeps them from now on
 
 
 @not_compiled
@@ -336,27 +348,29 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
     if engine.activations is not None:
-        _leave_page(engine, engine.activations, page, is_outermost)
+        engine.activations.leave(page)
+        if is_outermost:
+            engine.activations = None  # the graph alone keeps them from now on
     try:  # noqa: SIM105 - it would cost calls
         in_trace.__exit__(None, None, None)
     except RuntimeError:
         pass
-    tensors = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_of(outputs)
+    tensors: Sequence[torch.Tensor] = (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
     if lends_memory(unit, tensors):
         try:
             outputs = without_lent_memory(unit, outputs)
         except BaseException as error:
             fail(state, entered, error)
             raise
-        tensors = tensors_of(outputs)
+        tensors = tensors_in(outputs)
     engine.after_forward(unit)
     if torch.is_grad_enabled():
         passed: set[int] = set()
         seen: Unit | UnitCall | ForwardGraph = watcher
         if is_outermost:
-            seen = engine.watching(watcher)
+            seen = ForwardGraph(engine, watcher)
         else:
-            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_of(inputs)
+            given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_in(inputs)
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
@@ -375,7 +389,9 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
     engine, is_outermost, _, in_trace, _, page = entered
     if engine.activations is not None:
-        _leave_page(engine, engine.activations, page, is_outermost)
+        engine.activations.leave(page)
+        if is_outermost:
+            engine.activations = None
     leave_range(in_trace)
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:
@@ -387,60 +403,49 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
 
 def through(state: ShardingState, found: Tree) -> Tree:
     """Returns an attribute of the wrapped module as the wrapper hands it out: a method gathers what it needs."""
-    if isinstance(found, MethodType) and isinstance(found.__self__, nn.Module):
-        return _call_of(state, found)
-    return found
+    if not (isinstance(found, MethodType) and isinstance(found.__self__, nn.Module)):
+        return found
 
-
-def _call_of(state: ShardingState, method: AnyCallable) -> AnyCallable:
-    @functools.wraps(method)
+    @functools.wraps(found)
     def call(*args: object, **kwargs: object) -> Tree:
         engine = state.engine
         if state.summoned is not None or (engine is not None and engine.forwards and state.unit.is_held):
-            return method(*args, **kwargs)  # there are values
-        return MethodCall(state).run(method, args, kwargs)
+            return found(*args, **kwargs)  # there are values
+        return call_method(state, found, args, kwargs)
 
     return call
 
 
-class MethodCall:
-    """One call of a method; see above."""
+@not_compiled
+def call_method(state: ShardingState, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
+    """Calls a method of a module, for which its unit is gathered where that is needed; see [Note: methods]."""
+    modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
+    entered: list[Entered] = []  # once it was needed
 
-    def __init__(self, state: ShardingState) -> None:
-        self._state = state
-        self._modules = {m for _, m in state.own_modules() if m is not state.door}  # which gathers by itself
-        self._entered: Entered | None = None
-        self._args: Args = ()
-        self._kwargs: Kwargs = {}
+    def before(module: nn.Module, inputs: object) -> None:
+        if not entered and module in modules and not state.is_computing:
+            found = enter(state, args, kwargs)
+            state.is_computing = True
+            entered.append(watched(found, state, (args, kwargs)))
 
-    @not_compiled
-    def run(self, method: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
-        """Calls the method."""
-        self._args, self._kwargs = args, kwargs
-        with ExitStack() as stack:
-            stack.callback(register_module_forward_pre_hook(self._before).remove)
-            stack.enter_context(_full_state_dicts(self._state))
-            try:
-                outputs = method(*args, **kwargs)
-            except BaseException as error:
-                if self._entered is not None:
-                    fail(self._state, self._entered, error)
-                raise
-            finally:
-                if self._entered is not None:
-                    self._state.is_computing = False
-        return outputs if self._entered is None else leave(self._state, self._entered, outputs)
-
-    def _before(self, module: nn.Module, inputs: object) -> None:
-        if self._entered is None and module in self._modules and not self._state.is_computing:
-            entered = enter(self._state, self._args, self._kwargs)
-            self._state.is_computing = True
-            self._entered = watched(entered, self._state, (self._args, self._kwargs))
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.enter_context(_full_state_dicts(state))
+        try:
+            outputs = method(*args, **kwargs)
+        except BaseException as error:
+            for each in entered:
+                fail(state, each, error)
+            raise
+        finally:
+            if entered:
+                state.is_computing = False
+    return leave(state, entered[0], outputs) if entered else outputs
 
 
 @contextmanager
 def _full_state_dicts(state: ShardingState) -> Iterator[None]:
-    """Inside, ``state_dict()`` of the wrapped module is that of the wrapper: ``save_pretrained`` calls it."""
+    """Makes ``state_dict()`` of the wrapped module that of the wrapper, inside: ``save_pretrained`` calls it."""
     attributes: StateDict = state.module.__dict__
 
     def full(*args: Any, **kwargs: Any) -> StateDict:

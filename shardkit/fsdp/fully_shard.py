@@ -24,8 +24,7 @@ from ..optimizer_state.marking import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.device_mesh import shards_and_replicas_of
-from ..torch_seams.dtensors import cut, is_dtensor
+from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
@@ -45,8 +44,8 @@ from .forward import (
     watched,
 )
 from .originals import check_asker
-from .state import Ignored, Options, ShardingState, end_unshard, enter_summon, units_in
-from .state_dict import begin_loading, detach_entries, end_loading
+from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, units_in
+from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place
 from .torch_class import note_state_for_torch, own_class, sharded_class
 from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words
@@ -241,7 +240,7 @@ class InPlace:
                 self._calls.append(_Call(None, ExitStack(), True, handled))
                 return args, kwargs
             with ExitStack() as around:
-                end_unshard(state)
+                exit_summon(state, "unshard")
                 if state.summoned is not None:
                     state.cast_buffers()
                     around.enter_context(computing_when_summoned(state.unit.needs))
@@ -329,8 +328,7 @@ class InPlace:
                 "them there. Call it outside, or under torch.no_grad()"
             )
         if not state.options.dtensors and not state.state_is_local and state.summoned is None:
-            enter_summon(state, writeback=False)
-            state.is_loading = True
+            enter_summon(state, writeback=False, purpose="state dict")
         for flat in state.flats if state.options.dtensors else ():  # handed out, to be written to unseen
             if flat.kept_at is not None:
                 flat.kept_at = -1, 0
@@ -341,7 +339,7 @@ class InPlace:
         state = self._state
         if not state.options.dtensors and not state.state_is_local:
             detach_entries(state, found, prefix, {})
-        end_loading(state)
+        exit_summon(state, "state dict")
 
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
         state = self._state
@@ -377,7 +375,7 @@ class InPlace:
                     "or cut as state_dict() has them"
                 )
             end_move(state)
-        end_loading(state)
+        exit_summon(state, "state dict")
 
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

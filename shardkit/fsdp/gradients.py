@@ -20,7 +20,7 @@ from typing import final
 
 import torch
 
-from ..backend import DONE, Copy, Group, ReduceOp, Work
+from ..backend import DONE, Group, ReduceOp, Work
 from ..layout import Piece, ShardLayout, alignment, rounded_up
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
@@ -35,12 +35,18 @@ from .originals import SplitParameter, as_tensors
 from .registered import Registered, add_gradient
 
 _grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
-_shape_of = attrgetter("shape")
+_shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
 # Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
 # trainable ones; this rank's part, [S], [S + F], or [S + flags of this rank]; and what to wait for, if anything.
 Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
+# Ranks that share flat parameters (their channel for gradients); how gradients travel; the sum over ranks is divided by
+# the first before and by the second after it is formed.
+Terms = tuple[Group, ReducePolicy, tuple[float, float]]
+# A flat parameter in a pack: the number of its first original parameter there, where its shard begins in a rank's part,
+# and which of its original parameters, by number in it, have something on this rank.
+_Part = tuple[FlatParam, int, int, Sequence[int]]
 
 
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
@@ -51,51 +57,56 @@ def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
 
 @functools.lru_cache(maxsize=256)  # a model has many units of the same shapes
 def _form_for(
-    layout: ShardLayout,
+    layouts: tuple[ShardLayout, ...],
     trainable: tuple[bool, ...],
     are_listed: bool,
     itemsize: int | None,
     block: int | None,
-) -> PackedForm:
-    """Returns where gradients and flags lie.
+) -> tuple[PackedForm, list[tuple[int, int]]]:
+    """Returns where gradients and flags lie, and of each layout the number of its first item and where its part begins.
 
     Args:
         are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
         itemsize: of the memory that is written to, if it is.
         block: of so many numbers, in which they travel.
     """
-    step = 1 if itemsize is None else alignment(itemsize)
-    size = layout.shard_numel
-    if block is not None:  # flags are in blocks of their own
-        step = block
+    step = block or (1 if itemsize is None else alignment(itemsize))
+    places, pieces, first, size = list[tuple[int, int]](), list[Piece](), 0, 0
+    for layout in layouts:
         size = rounded_up(size, step)
-    pieces = [p for p in layout.pieces() if trainable[p.item]]
+        places.append((first, size))
+        for p in layout.pieces():
+            if trainable[first + p.item]:
+                pieces.append(p._replace(item=first + p.item, offset=size + p.offset) if first else p)
+        first, size = first + len(layout.numels), size + layout.shard_numel
+    if block is not None:  # flags are in blocks of their own
+        size = rounded_up(size, step)
     flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
-    return PackedForm(pieces, [size] * layout.world_size, even=True, step=step, flagged=flagged)
+    sizes = [size] * layouts[0].world_size
+    return PackedForm(pieces, sizes, even=True, step=step, flagged=flagged), places
 
 
 class GradientPack(ABC):
-    """Packs, reduces and hands over the gradients of one flat parameter.
+    """Packs, reduces and hands over the gradients of one flat parameter, or of several that travel as one message.
 
     Args:
-        flat: whose original parameters' gradients these are.
-        group: ranks that share it; its channel for gradients.
-        reduce: how they travel.
-        divisors: the sum over ranks is divided by the first before and by the second after it is formed.
+        flats: whose original parameters' gradients these are.
+        terms: on which they are reduced.
         blocks: in which they travel, within the group or between replicas; None: as they are.
 
     Attributes:
         dtype: in which gradients travel.
         trainable: for each original parameter, whether it is.
+        trains: any is.
         part_numel: numel of this rank's part of what is reduced.
         replicas: average the results; None where this rank alone holds the shard.
+        in_flight: what was sent and not received.
     """
 
-    def __init__(
-        self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float],
-        blocks: BlockFormat | None = None,
-    ) -> None:  # fmt: skip
-        self._flat = flat
+    def __init__(self, flats: Sequence[FlatParam], terms: Terms, blocks: BlockFormat | None = None) -> None:
+        flat = self._flat = flats[0]
+        self._flats, self._terms = flats, terms
+        group, reduce, divisors = terms
         self._group = group
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
@@ -112,29 +123,43 @@ class GradientPack(ABC):
         )
         self.in_flight: Reduction | None = None
         self.replicas: Group | CompressedAllReduce | None = None
-        # at a shard on the host: who had it, where it comes to, whether all had
-        self._arriving: list[tuple[list[bool], tuple[torch.Tensor, Copy], bool]] = []
+        self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
         with as_tensors():
-            self.trainable = list(map(_requires_grad, flat.originals))
+            self.trainable = list(map(_requires_grad, self._originals))
+        self.trains = True in self.trainable
         self._split: list[tuple[int, SplitParameter]] = []
-        for k, m in enumerate(flat.originals):
+        for k, m in enumerate(self._originals):
             if isinstance(m, SplitParameter):
                 self._split.append((k, m))
-        self._in_runs: list[tuple[int, ShardLayout]] = []
-        if flat.layout.runs > 1:
-            self._in_runs = [(k, one) for k, one in enumerate(flat.layout.blocks) if one.runs > 1]
-        self._size, self._in_blocks = flat.layout.shard_numel, blocks is not None
+        self._in_blocks = blocks is not None
         itemsize = self._dtype.itemsize if group.backend.has_storage else None
-        block = None if blocks is None else blocks.numel
-        self._form = _form_for(flat.layout, tuple(self.trainable), flat.shards is not None, itemsize, block)
+        self._form, places = _form_for(
+            tuple(map(_layout_of, flats)),
+            tuple(self.trainable),
+            flat.shards is not None,
+            itemsize,
+            None if blocks is None else blocks.numel,
+        )
         self.part_numel = self._form.sizes[group.rank]
-        self._here = self._form.items[group.rank]
+        here, self._parts = self._form.items[group.rank], list[_Part]()
+        self._in_runs: list[tuple[int, ShardLayout]] = []
+        for f, (first, start) in zip(flats, places, strict=True):
+            own = range(first, first + len(f.originals))
+            items = here if len(flats) == 1 else [k - first for k in here if k in own]
+            self._parts.append((f, first, start, items))
+            if f.layout.runs > 1:
+                self._in_runs += [(first + k, one) for k, one in enumerate(f.layout.blocks) if one.runs > 1]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()
 
     @abstractmethod
     def _lay_out(self) -> None:
         """Makes what packs gradients in this form."""
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that are packed, of all ranks' parts."""
+        return self.part_numel * self._group.world_size * self._dtype.itemsize
 
     # ------------------------------------------------------------ sending
     def take(self, kept: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -144,8 +169,8 @@ class GradientPack(ABC):
             kept: those of earlier backwards that are kept elsewhere, by number of the original parameter.
         """
         with as_tensors():
-            gradients = list(map(_grad_of, self._flat.originals))
-            for m in self._flat.originals:
+            gradients = list(map(_grad_of, self._originals))
+            for m in self._originals:
                 m.param.grad = None
         for number, earlier in kept.items():
             last = gradients[number]
@@ -162,8 +187,10 @@ class GradientPack(ABC):
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction | None:
         """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
-    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
-        label = label or f"gradients of {self._flat.label}"
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
+        label = f"gradients of {self._flat.label}"
+        if len(self._flats) > 1:
+            label = f"{label} and {len(self._flats) - 1} more"
         if self._microbatches:
             result, work = exchange(self._group, packed, None, self._microbatches, label)
             return had, had_all, result, work
@@ -181,15 +208,16 @@ class GradientPack(ABC):
         return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
     def receive(self) -> None:
-        """Waits for the reduction, and adds the result, averaged over replicas too, to the shard's gradient."""
+        """Waits for the reduction, and adds the result, averaged over replicas too, to the shards' gradients."""
         if self.in_flight is None:
-            self._forget_zeros(self._flat.unused.originals)
+            self._forget_zeros(self._flat, self._flat.unused.originals)
             return
         had, had_all, result, work = self.in_flight
         self.in_flight = None
         if work is not None:
-            with self._flat.ranges.reduce_wait():
-                work.wait()
+            for flat in self._flats:  # the first one waits; traces show the others, too
+                with flat.ranges.reduce_wait():
+                    work.wait()
             self._arrived()
         replicas = self.replicas
         if replicas is not None:
@@ -199,49 +227,55 @@ class GradientPack(ABC):
         if not had_all:
             had = self._anywhere(had, result)
         ranks = self._group.world_size * (1 if replicas is None else replicas.world_size)
-        if self._microbatches and ranks > 1:
-            self.arrive_in_order(had, list(contributions(result, ranks)), had_all)
-        elif self._flat.store.landing is not None:
-            self.arrive(had, result, had_all)
-        elif self._note(had, had_all, result):  # as :meth:`arrive`, which would be a call
-            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
+        parts = list(contributions(result, ranks)) if self._microbatches and ranks > 1 else []
+        for part in self._parts:
+            flat, first, _, _ = part
+            some = had if len(self._parts) == 1 else had[first : first + len(flat.originals)]
+            if parts:
+                self._arrive_in_order(part, some, parts, had_all)
+            elif flat.store.landing is not None:
+                self._arrive(part, some, result, had_all)
+            elif self._note(part, some, had_all, result):  # as :meth:`_arrive`, which would be a call
+                add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
 
-    def arrive(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
-        """Gives the shard the mean, the first [S] of this; some rank ``had`` these gradients, as far as is known."""
-        landing = self._flat.store.landing
+    def _arrive(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
+        """Gives a shard the mean; some rank ``had`` these gradients, as far as is known."""
+        flat, _, start, _ = part
+        landing = flat.store.landing
         if landing is not None and result.device.type == self._device.type:
-            self._arriving.append((had, landing.start(result[: self._size]), had_all))
+            landing.start(result[start : start + flat.layout.shard_numel], had, had_all)
         else:
-            self._give(had, result, had_all)
+            self._give(part, had, result, had_all)
 
     def land(self) -> None:
         """Waits for what is on its way to the host; the shard has its gradient then."""
         landing = self._flat.store.landing
         if landing is not None:
-            arriving, self._arriving = self._arriving, []
-            for had, gradient, had_all in arriving:
-                self._give(had, landing.finish(*gradient), had_all)
+            arriving = landing.taken()
+            for memory, copy, had, had_all in arriving:
+                self._give(self._parts[0], had, landing.finish(memory, copy), had_all)
             landing.landed(bool(arriving))
 
-    def _give(self, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
-        if self._note(had, had_all, result):
-            add_gradient(self._flat.param, self._own(result), self._gradient_class, is_last=True)
+    def _give(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
+        if self._note(part, had, had_all, result):
+            add_gradient(part[0].param, self._own(part, result), self._gradient_class, is_last=True)
 
-    def arrive_in_order(self, had: list[bool], parts: list[torch.Tensor], had_all: bool) -> None:
-        """Gives the shard each of these after the one before; see :meth:`arrive`."""
-        listed = [listing.param for listing in self._flat.listings]
+    def _arrive_in_order(self, part: _Part, had: list[bool], each: list[torch.Tensor], had_all: bool) -> None:
+        """Gives a shard each of these after the one before; see :meth:`_arrive`."""
+        flat = part[0]
+        listed = [listing.param for listing in flat.listings]
         hooked = [p for p in listed if p._backward_hooks or p._post_accumulate_grad_hooks]
         there = [p for p in listed if p.grad is not None]
-        total = self._flat.param.grad if len(there) == len(listed) else None
+        total = flat.param.grad if len(there) == len(listed) else None
         if not hooked and (total is not None or not there) and self._group.backend.has_storage:
-            rest = parts[:-1] if there else parts[1:]
+            rest = each[:-1] if there else each[1:]
             with as_plain():
-                total = self._own(parts[0]) if total is None else total
-                for part in rest:
-                    total.add_(self._own(part).view(total.shape))
-            parts = parts[-1:] if there else [total]
-        for part in parts:  # hooks see each of them
-            self.arrive(had, part, had_all)
+                total = self._own(part, each[0]) if total is None else total
+                for one in rest:
+                    total.add_(self._own(part, one).view(total.shape))
+            each = each[-1:] if there else [total]
+        for one in each:  # hooks see each of them
+            self._arrive(part, had, one, had_all)
 
     def forget(self) -> None:
         """Waits for the reduction of a backward that died, and forgets the result."""
@@ -249,23 +283,24 @@ class GradientPack(ABC):
         if reduction is not None and (work := reduction[3]) is not None:
             work.wait()
             self._arrived()
-        arriving, self._arriving = self._arriving, []
-        for _, (_, work), _ in arriving:
-            work.wait_on_host()
+        for flat in self._flats:
+            if (landing := flat.store.landing) is not None:
+                for _, copy, _, _ in landing.taken():
+                    copy.wait_on_host()
 
     @abstractmethod
     def _arrived(self) -> None:
         """Gives back what was sent."""
 
-    def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
+    def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
-        flat, here = self._flat, self._here or range(len(had))
+        flat, here = part[0], part[3] or range(len(had))
         if flat.shards is not None:
-            flat.shards.hand_over(self._own(result), had, self._gradient_class)
+            flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False
-        flat.unused.note(had, flat.param.grad is None)
+        flat.unused.note(had, repeat(flat.param.grad is None))
         if True not in map(had.__getitem__, here):
-            self._forget_zeros([flat.unused.originals[i] for i in here])
+            self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
             return False
         return True
 
@@ -273,10 +308,11 @@ class GradientPack(ABC):
         """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
         return had
 
-    def _own(self, result: torch.Tensor) -> torch.Tensor:
-        """Returns the shard's gradient [S] in what came, in the shard's dtype and on its device."""
-        param, size = self._flat.param, self._size
-        gradient = result if result.numel() == size else result[:size]
+    def _own(self, part: _Part, result: torch.Tensor) -> torch.Tensor:
+        """Returns a shard's gradient [S] in what came, in the shard's dtype and on its device."""
+        flat, _, start, _ = part
+        param, size = flat.param, flat.layout.shard_numel
+        gradient = result if result.numel() == size else result[start : start + size]
         if gradient.dtype != param.dtype or gradient.device != param.device:
             gradient = gradient.to(device=param.device, dtype=param.dtype)
         return gradient
@@ -288,16 +324,16 @@ class GradientPack(ABC):
 
     def clear_unused(self, listing: Registered) -> None:
         """Notes that a registered parameter's gradient is new: none of its original parameters has had one yet."""
-        unused = self._flat.unused
-        if listing is self._flat:
+        unused = listing.flat.unused
+        if listing is listing.flat:
             unused.clear(None)
         else:
             unused.originals[listing.first] = True
 
-    def _forget_zeros(self, unused: Sequence[bool]) -> None:
-        """Drops the shard's gradient where it is zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
+    def _forget_zeros(self, flat: FlatParam, unused: Sequence[bool]) -> None:
+        """Drops a shard's gradient where it is zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
         if False not in unused:
-            self._flat.param.grad = None
+            flat.param.grad = None
 
     def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> torch.Tensor:
         if self._microbatches and isinstance(replicas, Group):
@@ -320,9 +356,8 @@ class StoredPack(GradientPack):
     """Packs into a buffer [W * (S + F)] whose memory exists while it is in use."""
 
     def _lay_out(self) -> None:
-        flat = self._flat
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
-        shapes = list(map(_shape_of, flat.originals))
+        shapes = list(map(_shape_of, self._originals))
         self._pack = WrittenPack(self._form, self._packed, shapes, in_blocks=self._in_blocks)
         self._group.backend.release_storage(self._packed)
 
@@ -341,120 +376,28 @@ class StoredPack(GradientPack):
         return self._form.anywhere(had, result, self._group.rank)
 
     @property
-    def nbytes(self) -> int:
-        """Returns the bytes that are packed and sent, of all ranks' parts."""
-        return self._form.starts[-1] * self._dtype.itemsize
-
-    @property
     def joins(self) -> object:
-        """Equal for packs that can travel as one message."""
-        kind, flat = type(self), self._flat
-        return (
-            kind,
-            self._group,
-            self._dtype,
-            self._device,
-            self._op,
-            self._before,
-            self._after,
-            self._microbatches,
-            flat.shards is None,
-        )
+        """Returns what is equal for packs that can travel as one message."""
+        how = self._op, self._before, self._after, self._microbatches
+        return self._group, self._dtype, self._device, *how, self._flat.shards is None
 
-
-class JoinedReduction:
-    """The gradients of several flat parameters as one message: for each rank its parts one after the other, and flags.
-
-    Args:
-        packs: that would reduce them one by one; their ``joins`` are equal.
-    """
-
-    def __init__(self, packs: Sequence[StoredPack]) -> None:
-        first, self.packs = packs[0], packs
-        self._first, self._backend = first, first._group.backend
-        step, size, base = alignment(first._dtype.itemsize), 0, 0
-        pieces: list[Piece] = []
-        flagged: list[int] = []
-        # of each: number of its first gradient, start in a rank's part
-        self._places: list[tuple[int, int]] = []
-        shapes: list[torch.Size] = []
-        for pack in packs:
-            self._places.append((base, size))
-            for p in pack._form.pieces:
-                pieces.append(p._replace(item=p.item + base, offset=p.offset + size))
-            if pack._flat.shards is not None:
-                flagged += [base + k for k in pack._form.items[0]]
-            shapes += [original.shape for original in pack._flat.originals]
-            base, size = len(shapes), rounded_up(size + pack._size, step)
-        self._form = PackedForm(
-            pieces, [size] * first._group.world_size, even=True, step=step, flagged=flagged
-        )
-        self._trainable = [trains for pack in packs for trains in pack.trainable]
-        self._packed = torch.empty(self._form.starts[-1], dtype=first._dtype, device=first._device)
-        self._written = WrittenPack(self._form, self._packed, shapes)
-        self._backend.release_storage(self._packed)
-        self.in_flight: Reduction | None = None
-
-    def send(self, gradients: list[torch.Tensor | None]) -> None:
-        """Starts (collective); takes the gradients, pack by pack."""
-        had = list(map(is_not, gradients, repeat(None)))
-        had_all = False not in compress(had, self._trainable)
-        self._backend.take_storage(self._packed)
-        self._written.write(gradients, None if had_all else had)
-        gradients.clear()
-        label = f"gradients of {self._first._flat.label} and {len(self.packs) - 1} more"
-        self.in_flight = self._first._scatter(self._packed, had, had_all, label)
-
-    def is_reduced(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
-        return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
-
-    def forget_reduction(self) -> None:
-        """Waits; shards get nothing."""
-        reduction, self.in_flight = self.in_flight, None
-        if reduction is not None:
-            self._wait(reduction[3])
-
-    def _wait(self, work: Work | None) -> None:
-        for pack in self.packs:  # the first one waits; traces show the others, too
-            with pack._flat.ranges.reduce_wait():
-                (work or DONE).wait()
-        self._backend.release_storage(self._packed)
-
-    def receive(self) -> None:
-        """Waits; shards get their gradients."""
-        reduction, self.in_flight = self.in_flight, None
-        if reduction is None:
-            return
-        had, had_all, result, work = reduction
-        self._wait(work)
-        if self._first._after != 1.0:
-            result.mul_(1.0 / self._first._after)
-        if not had_all:
-            had = self._form.anywhere(had, result, self._first._group.rank)
-        world = self._first._group.world_size
-        parts = list(contributions(result, world)) if self._first._microbatches else []
-        for pack, (number, start) in zip(self.packs, self._places, strict=True):
-            here = had[number : number + len(pack.trainable)]
-            if parts:
-                pack.arrive_in_order(here, [part[start : start + pack._size] for part in parts], had_all)
-            else:
-                pack.arrive(here, result[start : start + pack._size], had_all)
+    def joined(self, others: Sequence[StoredPack]) -> StoredPack:
+        """Returns the pack of one message in place of this one and others, whose ``joins`` are equal."""
+        return StoredPack([pack._flat for pack in (self, *others)], self._terms)
 
 
 @final
 class CompressedPack(StoredPack):
     """Packs as :class:`StoredPack`, whose buffer [W * (S + F)] is given back as soon as its blocks are made."""
 
-    def __init__(
-        self, flat: FlatParam, group: Group, reduce: ReducePolicy, divisors: tuple[float, float], blocks: BlockFormat
-    ) -> None:  # fmt: skip
-        super().__init__(flat, group, reduce, divisors, blocks)
+    def __init__(self, flats: Sequence[FlatParam], terms: Terms, blocks: BlockFormat) -> None:
+        super().__init__(flats, terms, blocks)
+        group, reduce, divisors = terms
         self._after = divisors[0] * divisors[1]  # sums are of fp32
         self._exchange = CompressedReduceScatter(group, blocks, self._form.sizes, reduce.error_feedback)
 
-    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool, label: str = "") -> Reduction:
-        label = label or f"gradients of {self._flat.label}"
+    def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
+        label = f"gradients of {self._flat.label}"
         result, work = self._exchange.start(packed, label, complete=had_all)
         self._group.backend.release_storage(packed)
         return had, had_all, result, work
@@ -490,7 +433,7 @@ class LazyPack(GradientPack):
     def _arrived(self) -> None:
         """Lets the compiler free what was sent."""
 
-    def _note(self, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
+    def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
         if not had_all or False in self.trainable:
@@ -505,8 +448,8 @@ class LazyPack(GradientPack):
         size = self._flat.layout.shard_numel
         self._flat.unused.clear(torch.zeros(size, dtype=torch.bool, device=self._device))  # no transfer
 
-    def _own(self, result: torch.Tensor) -> torch.Tensor:
-        return super()._own(result).clone()  # else the tensor that it is a view of lives on beside it
+    def _own(self, part: _Part, result: torch.Tensor) -> torch.Tensor:
+        return super()._own(part, result).clone()  # else the tensor that it is a view of lives on beside it
 
 
 @final
@@ -526,7 +469,7 @@ class WholePack(GradientPack):
         return had, had_all, joined, None
 
     def _arrived(self) -> None:
-        """Nothing was sent."""
+        """Does nothing: nothing was sent."""
 
 
 def pack_for(
@@ -543,17 +486,15 @@ def pack_for(
         reduce = replace(reduce, microbatches=microbatches(reduce, group.world_size * replicas.world_size))
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
+    terms = group, reduce, divisors
     if group.world_size > 1 and not has_replicas and blocks is not None:
-        pack: GradientPack = CompressedPack(flat, group, reduce, divisors, blocks)
-        pack.replicas = replicas
-        return pack
-    if group.world_size == 1 and not has_replicas:  # replicas tell each other by flags who had which gradient
-        kind: type[GradientPack] = WholePack
-    else:
-        kind = StoredPack if group.backend.has_storage else LazyPack
-    pack = kind(flat, group, reduce, divisors, blocks)
+        pack: GradientPack = CompressedPack([flat], terms, blocks)
+    elif group.world_size == 1 and not has_replicas:
+        pack = WholePack([flat], terms, blocks)
+    else:  # also of one rank: replicas tell each other by flags who had which gradient
+        pack = (StoredPack if group.backend.has_storage else LazyPack)([flat], terms, blocks)
     pack.replicas = replicas
-    if blocks is not None and replicas is not None:
+    if has_replicas and blocks is not None and replicas is not None:
         pack.replicas = CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback)
     return pack
 

@@ -48,16 +48,22 @@ class Landing:
     def __init__(self, backend: Backend, size: int, dtype: torch.dtype) -> None:
         self._backend, self._size, self._dtype = backend, size, dtype
         self._memory: dict[torch.dtype, torch.Tensor] = {}  # pinned
+        self._arriving: list[tuple[torch.Tensor, Copy, list[bool], bool]] = []
         self.is_idle = False
         self.then: Callable[[], None] | None = None
 
-    def start(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Copy]:
-        """Copies a gradient of the device, [S], beside what is computed; returns where to."""
+    def start(self, gradient: torch.Tensor, had: list[bool], had_all: bool) -> None:
+        """Copies a gradient of the device, [S], beside what is computed; notes who had it, and whether all had."""
         memory = self._unused(gradient.dtype)
-        return memory, self._backend.copy_down(memory, gradient)
+        self._arriving.append((memory, self._backend.copy_down(memory, gradient), had, had_all))
+
+    def taken(self) -> list[tuple[torch.Tensor, Copy, list[bool], bool]]:
+        """Takes what :meth:`start` has begun: where to, what to wait for, and what was noted."""
+        arriving, self._arriving = self._arriving, []
+        return arriving
 
     def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
-        """Waits for what :meth:`start` has begun; returns it in the shard's dtype, [S]."""
+        """Waits for one of these; returns it in the shard's dtype, [S]."""
         work.wait_on_host()
         return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
 
@@ -68,7 +74,7 @@ class Landing:
             self.then()
 
     def _unused(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
+        """Returns memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
         kept = self._memory.get(dtype)
         if kept is None or _holders_of(kept.untyped_storage()._cdata) > _ALONE:
             kept = self._memory[dtype] = self._backend.pinned(self._size, dtype)

@@ -22,7 +22,7 @@ from ..types import StateDict
 from .flat_values import taken_apart
 from .originals import managing
 from .registered import Registered
-from .state import plain_name, state_of
+from .state import dotted, named_units, plain_name
 from .state_dict import name_at
 
 
@@ -34,8 +34,7 @@ def slot_of(listing: Registered) -> Slot:
     for item, (name, original) in enumerate(zip(listing.names, listing.originals, strict=True)):
         piece, is_empty = here.get(item), not original.shape.numel()
         answers = rank == 0 if is_empty else piece is not None and piece.start == 0
-        path = listing.flat.path_of(listing.first + item)
-        full = f"{path}.{name}" if path else name
+        full = dotted(listing.flat.path_of(listing.first + item), name)
         spans.append(Span(full, original.shape, piece, answers))
     join = functools.partial(gather_parts, listing)
     return Slot(listing.param, tuple(spans), True, group=listing.group, join=join)
@@ -58,7 +57,7 @@ def gather_parts(listing: Registered, value: torch.Tensor, keep: bool = True) ->
 
 # ------------------------------------------------------------ by index
 def gather_plain(optimizer: Optimizer, keep_on: bool, saved: StateDict | None = None) -> StateDict | None:
-    """The state (``saved``, by default ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
+    """Returns state (``saved``, else ``optimizer.state_dict()``) as one process has it, on the CPU (collective).
 
     None where not ``keep_on``.
 
@@ -124,9 +123,8 @@ def parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[int, Held]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     position = {id(p): i for i, p in enumerate(params)}
     found: dict[int, Held] = {}
-    for path, m in model.named_modules():
-        state = state_of(m)
-        for listing in state.listings if state is not None else ():
+    for path, state in named_units(model):
+        for listing in state.listings:
             names = [name_at(path, n) for n in listing.names]
             found[id(listing.param)] = Held(names, slot_of(listing), position.get(id(listing.param), -1))
     for name, param in model.named_parameters():

@@ -115,7 +115,7 @@ class _Looked:
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:
-        """After it."""
+        """Puts it back after the step."""
         saved, self.saved = self.saved, []
         for flat, aside in saved:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
@@ -278,7 +278,7 @@ def _refuse_originals(optimizer: Optimizer) -> None:
 
 
 def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
-    """Ranks step the parts of one flat parameter: each with the same optimizer and the same options (collective)."""
+    """Refuses optimizers or options that differ between ranks, which step parts of one flat parameter (collective)."""
     facts = [*option_facts(optimizer=type(optimizer).__name__), *group_facts(optimizer.param_groups, 0)]
     placed = [(f, n) for n, g in enumerate(optimizer.param_groups) for f in map(listing_of, g["params"])]
     for ranks in {f.group.ranks: f.group for f in listed}.values():
@@ -291,7 +291,7 @@ def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
 
 
 def _agree_on_cleared(listings: Sequence[Registered]) -> None:
-    """See [Note: cleared].
+    """Tells other ranks what this one has cleared; see [Note: cleared].
 
     Raises:
         OutOfStepError: another rank's program has not cleared the same gradients.
@@ -452,6 +452,6 @@ _local_steps = _LocalSteps()
 
 
 def step_locally(params: Sequence[nn.Parameter]) -> None:
-    """From now on optimizers that list these DTensors update local memory."""
+    """Makes optimizers that list these DTensors update local memory from now on."""
     if any(map(is_dtensor, params)):
         take_part(_local_steps, last=True)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import attrgetter, not_
+from operator import attrgetter, lt, or_
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -139,7 +139,7 @@ class OriginalParameter:
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
         store: of a kind of its own, where it has one.
         is_apart: its values are in no shard.
-        listed_as: the class of what modules list of it, where that is no DTensor.
+        listed_as: whose methods what modules list of it has, too.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
         name: path in that module, the first where it has several.
@@ -150,7 +150,7 @@ class OriginalParameter:
     beside = ""
     store: type[Store] | None = None
     is_apart = False
-    listed_as: type[nn.Parameter] = nn.Parameter
+    listed_as: type | None = None
     mesh: DeviceMesh | None = None
     is_lazy = False
     dim = 0
@@ -171,7 +171,7 @@ class OriginalParameter:
 
     @property
     def written(self) -> torch.Size:
-        """Its shape in the module; what lies in the flat parameter may have another."""
+        """Returns its shape in the module; what lies in the flat parameter may have another."""
         return self.shape
 
     def refuse_training(self, name: str) -> None:
@@ -179,7 +179,7 @@ class OriginalParameter:
 
     @property
     def rows(self) -> torch.Size:
-        """Its shape with the dimension in front that it is cut along."""
+        """Returns its shape with the dimension in front that it is cut along."""
         return torch.Size(
             (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
         )
@@ -263,6 +263,15 @@ def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str
             )
 
 
+def refuse_meta(flat: FlatParam) -> None:
+    """Raises ConfigurationError if these have no values yet."""
+    if flat.param.is_meta:
+        raise ConfigurationError(
+            f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) and "
+            "initialize it first"
+        )
+
+
 class Owner(NamedTuple):
     """The flat parameter that holds an original parameter's values, and which of those in it this is."""
 
@@ -292,7 +301,7 @@ def managing(param: nn.Parameter) -> FlatParam | None:
 
 
 def note_originals(flat: FlatParam) -> None:
-    """From now on these parameters are known to be the original parameters of a flat parameter."""
+    """Makes these parameters known as the original parameters of a flat parameter."""
     keys = list(map(id, map(_param_of, flat.originals)))
 
     def forget(gone: weakref.ref[FlatParam]) -> None:
@@ -306,7 +315,7 @@ def note_originals(flat: FlatParam) -> None:
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
-    """This tensor, which is about to become released, is a view of that original parameter."""
+    """Notes that this tensor, which is about to become released, is a view of that original parameter."""
     _views[tensor] = known_originals[id(param)][1:]
 
 
@@ -427,24 +436,15 @@ class Unused:
         self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
-        """The gradient is new: none has had one yet; ``used`` says so for elements, where execution is lazy."""
+        """Notes that the gradient is new: none has had one yet; ``used`` says so for elements, if execution is lazy."""
         self.originals = [True] * len(self.originals)
         self.used = used
 
-    def note(self, had: Sequence[bool], is_new: bool) -> None:
-        """Notes that these have got a gradient: the first since it was cleared, if it ``is_new``."""
+    def note(self, had: Sequence[bool], are_new: Iterable[bool]) -> None:
+        """Notes that these have got a gradient: for each, whether it is the first since it was cleared."""
         self.is_noted = True
-        if is_new:
-            self.originals = list(map(not_, had))
-        elif True in self.originals:
-            self.originals = [i and not h for i, h in zip(self.originals, had, strict=True)]
-
-    def note_each(self, had: Sequence[bool], are_new: Sequence[bool]) -> None:
-        """Notes as :meth:`note` does, where each has a gradient of its own: the first since it was cleared, or not."""
-        self.is_noted = True
-        self.originals = [
-            (i or new) and not h for i, h, new in zip(self.originals, had, are_new, strict=True)
-        ]
+        # none had it, and none before, or it is new: bools are in order, and no call of Python's is made
+        self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
         """Returns the same for elements, [S]; None if all have got one."""

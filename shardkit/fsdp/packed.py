@@ -39,7 +39,7 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def _levels() -> torch.Tensor:
-    """The 16 numbers of NF4: quantiles of the normal distribution, zero and both ends among them."""
+    """Returns the 16 numbers of NF4: quantiles of the normal distribution, zero and both ends among them."""
     end = (1 - 1 / 32 + 1 - 1 / 30) / 2
     steps = (torch.linspace(end, 0.5, k, dtype=torch.float64, device="cpu") for k in (9, 8))
     above, below = (torch.special.ndtri(each)[:-1] for each in steps)
@@ -90,7 +90,7 @@ class Packed(Stored):
         self._full = full.new_empty(self._shown.numel, dtype=self._computed)
         self.memory = self._full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._shown)
-        self._unpacking = self
+        self._unpack = self.unpack
 
     def unpack(self, gathered: torch.Tensor) -> None:
         """Makes values of what was gathered, [W, S]."""
@@ -109,7 +109,7 @@ class Packed(Stored):
         return taken_apart(self._full, self._shown)
 
     def show(self, values: torch.Tensor) -> None:
-        """Original parameters become views of values, or are made of bytes in memory of their own."""
+        """Makes original parameters views of values, or makes them of bytes in memory of their own."""
         if values is not self._full:
             self._check(taken_apart(values, self._layout))
             super().show(values)
@@ -124,17 +124,19 @@ class Packed(Stored):
             )
 
 
-class PackedRows(nn.Parameter):
-    """A rank's rows of a packed weight, as modules list them."""
+class ListedBytes:
+    """A rank's part of packed weights, as modules list it."""
 
-    def requires_grad_(self, requires_grad: bool = True) -> PackedRows:
+    __slots__ = ()
+
+    def requires_grad_(self, requires_grad: bool = True) -> ListedBytes:
         """Refuses: see :meth:`PackedWeight.refuse_training`."""
-        listing = listing_of(self)
+        listing = listing_of(self)  # type: ignore[arg-type]
         if requires_grad and listing is not None:
             listing.originals[0].refuse_training(listing.names[0])
         return self
 
-    requires_grad = property(lambda _: False, requires_grad_)  # type: ignore[assignment, arg-type]
+    requires_grad = property(lambda _: False, requires_grad_)  # type: ignore[arg-type]
 
 
 class PackedWeight(OriginalParameter):
@@ -145,7 +147,7 @@ class PackedWeight(OriginalParameter):
         dtype: of the parameter.
     """
 
-    store, listed_as = Packed, PackedRows
+    store, listed_as = Packed, ListedBytes
 
     def __init__(self, param: nn.Parameter, place: Place, home: int, packing: str) -> None:
         super().__init__(param, place, home)
@@ -213,7 +215,5 @@ def _sums_of(rows: torch.Tensor) -> torch.Tensor:
 
 def is_packable(param: nn.Parameter) -> bool:
     """Whether a parameter is packed: a frozen matrix of real numbers, and not small."""
-    return (
-        not param.requires_grad and type(param) is nn.Parameter and param.dtype in _PACKED
-        and param.dim() > 1 and param.numel() >= SMALLEST
-    )  # fmt: skip
+    is_frozen_matrix = not param.requires_grad and type(param) is nn.Parameter and param.dim() > 1
+    return is_frozen_matrix and param.dtype in _PACKED and param.numel() >= SMALLEST

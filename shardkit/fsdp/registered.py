@@ -39,7 +39,15 @@ from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import changed_by_steps, listing_of, shard_behind
 from ..reduction.shard_gradients import ShardGradient, mark_dtensor
-from ..torch_seams.dtensors import as_parameter, at_offset_0, dtensor_of, is_dtensor, local_of, part_here
+from ..torch_seams.dtensors import (
+    as_parameter,
+    at_offset_0,
+    dtensor_of,
+    is_dtensor,
+    local_of,
+    of_dtensors,
+    part_here,
+)
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.tensor_facts import as_plain
 from ..types import StateDict
@@ -64,6 +72,14 @@ _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_ac
 def watch_asked_gradients() -> None:
     """Refuses backwards that are asked for gradients of shards, from now on."""
     check_asked_gradients(_refuse_shards)
+
+
+@functools.cache
+def class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Makes the class of what is listed one that has another's methods, too."""
+    if not issubclass(listed, nn.Parameter):
+        return of_dtensors(kind, listed)
+    return type(kind.__name__, (kind, listed), {})
 
 
 @contextlib.contextmanager
@@ -118,7 +134,7 @@ class RegisteredShard:
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
-            original.listed_as(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
+            nn.Parameter(part, trains) if spec is None else as_parameter(dtensor_of(part, spec), trains)
         )
         for module, name in self.places:  # where the original parameter was; that is an attribute from now on
             module._parameters[name] = self.param
@@ -366,7 +382,7 @@ class RegisteredShards:
         """
         unused = self.each[0].flat.unused
         before = list(map(_grad_of, self.params))
-        unused.note_each(had, [g is None for g in before])
+        unused.note(had, [g is None for g in before])
         there = [(r, g) for r, g in zip(self.each, before, strict=True) if g is not None]
         hooked = any(map(_hooks_of, self.params))
         own = self._common(there) if len(there) == len(before) and not hooked else None
@@ -435,7 +451,7 @@ class UnlistedShard(nn.Parameter):
 
     @classmethod
     def of(cls, values: torch.Tensor, shards: RegisteredShards) -> UnlistedShard:
-        """With these values, [S]."""
+        """Makes it of these values, [S]."""
         made: UnlistedShard = torch.Tensor._make_subclass(cls, values.detach(), False)
         made.shards = shards
         return made
@@ -518,12 +534,12 @@ class ShardedFlatParameter(FlatParameter):
 
     @property
     def _fp16_shard(self) -> torch.Tensor | None:
-        """None: shards are cast on their way into the gathered flat parameter."""
+        """Returns None: shards are cast on their way into the gathered flat parameter."""
         return None
 
     @property
     def _full_param_padded(self) -> torch.Tensor:
-        """The gathered flat parameter [W * S]; without memory while the unit is not gathered."""
+        """Returns the gathered flat parameter [W * S]; without memory while the unit is not gathered."""
         return self._flat.store.gathered
 
     @property
@@ -541,15 +557,12 @@ ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the
 def register(place: Place, param: nn.Parameter) -> None:
     """Registers a parameter of a module under one of the names it was written with, where that was among the others."""
     module, name = place
-    registered, order = module._parameters, _order(module)
-    if name not in registered and name in order:
-        last = next(reversed(registered), name)
-        behind = order.get(last, len(order)) > order[name]
-        registered[name] = param
-        for later in [*registered] if behind else ():
-            if order.get(later, len(order)) > order[name]:
-                registered[later] = registered.pop(later)
+    registered, is_new = module._parameters, name not in module._parameters
     registered[name] = param
+    if is_new and name in _order(module):
+        for written in written_names(module):
+            if written in registered:
+                registered[written] = registered.pop(written)
 
 
 def unregister(place: Place) -> None:
@@ -605,7 +618,7 @@ def _order(module: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def exposed(flat: FlatParam) -> Iterator[None]:
-    """Inside, the original parameters are listed under their own names, and registered ones are not."""
+    """Lists original parameters under their own names, and no registered ones, inside."""
     # where they are listed: not in units that only borrow them
     listed = [
         (listing.param, [p for p in listing.places if p.module._parameters.get(p.name) is listing.param])

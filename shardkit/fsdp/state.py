@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -42,6 +42,11 @@ OUTER = "_fsdp_wrapped_module."
 _OTHERS = ("_checkpoint_wrapped_module", "_orig_mod")  # of torch's wrappers, which state dicts leave out
 
 
+def dotted(path: str, name: str) -> str:
+    """Returns the name of what a module at this path has under a name of its own."""
+    return f"{path}.{name}" if path else name
+
+
 def clean(name: str) -> str:
     """Returns a name without what wrapping added to it."""
     return ".".join(part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_fpw_module"))
@@ -52,6 +57,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in clean(name).split(".") if part not in _OTHERS)
 
 
+Purpose = Literal["block", "state dict", "unshard"]
 _position_of = attrgetter("position")
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
@@ -140,9 +146,9 @@ class ShardingState:
         engine: the root's; None before the first forward.
         is_root: no other unit is around it; None before the first forward.
         summoned: open while parameters are summoned.
-        is_loading: a state dict is being loaded or made, and what is summoned is so because of that.
+        summoned_for: a block of ``summon_full_params``, a state dict that is loaded or made, or ``unshard()``, which
+            the next forward ends.
         state_is_local: state dicts hold shards.
-        is_unsharded: summoned until the next forward.
         is_asleep: it was copied, and has no groups yet; or other parameters were put in place of those it lists.
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
@@ -170,7 +176,8 @@ class ShardingState:
         self.engine: Engine | None = None
         self.is_root: bool | None = None
         self.summoned: contextlib.ExitStack | None = None
-        self.is_loading = self.state_is_local = self.buffers_cast = self.is_unsharded = False
+        self.summoned_for: Purpose = "block"
+        self.state_is_local = self.buffers_cast = False
         self.is_computing = self.is_asleep = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
@@ -194,7 +201,7 @@ class ShardingState:
         note_state(self)
 
     def __deepcopy__(self, memo: Memo) -> ShardingState:
-        """With its groups, and a run id of its own, which says when it was made: one rank may copy alone before."""
+        """Copies with its groups, and a run id that says when it was made: one rank may copy alone before."""
         made = memo[id(self)] = ShardingState.__new__(ShardingState)
         copied = copy.deepcopy(self.__getstate__(), memo)
         backwards = (self.unit if self.engine is None else self.engine.units[0]).backwards
@@ -244,7 +251,7 @@ class ShardingState:
         return found if len(self.flats) == 1 else sorted(found, key=_position_of)
 
     def forget_root(self) -> None:
-        """The next forward finds the units anew; a root alone can forget, since units below are run by its engine."""
+        """Lets the next forward find the units anew; a root alone can, since units below are run by its engine."""
         if self.is_root:
             for state in self.states():
                 state.engine = state.is_root = None
@@ -263,7 +270,7 @@ class ShardingState:
 
 
 def note_state(state: ShardingState) -> None:
-    """From now on :func:`state_of` finds this state by its door."""
+    """Lets :func:`state_of` find this state by its door."""
     key = id(state.door)
 
     def forget(gone: weakref.ref[ShardingState]) -> None:
@@ -274,7 +281,7 @@ def note_state(state: ShardingState) -> None:
 
 
 def forget_state(state: ShardingState) -> None:
-    """From now on its door is a module like any other."""
+    """Makes its door a module like any other."""
     if state_of(state.door) is state:
         del _states[id(state.door)]
 
@@ -284,6 +291,14 @@ def state_of(module: nn.Module) -> ShardingState | None:
     found = _states.get(id(module))
     state = None if found is None else found()
     return state if state is not None and state.door is module else None
+
+
+def named_units(module: nn.Module) -> Iterator[tuple[str, ShardingState]]:
+    """Yields the units at and below a module with the paths of their doors, the outermost first."""
+    for path, m in module.named_modules():
+        state = state_of(m)
+        if state is not None:
+            yield path, state
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
@@ -342,7 +357,7 @@ def units_in(module: nn.Module, own: ShardingState | None = None) -> list[Shardi
 
 @contextlib.contextmanager
 def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[None]:
-    """Inside, the parameters of a unit, and of those below it, are full (collective).
+    """Makes the parameters of a unit, and of those below it, full inside (collective).
 
     Raises:
         LifecycleError: inside of forward or backward, of this or another thread.
@@ -355,7 +370,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
         yield
 
 
-def enter_summon(state: ShardingState, writeback: bool) -> None:
+def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "block") -> None:
     """Begins it for one unit; :func:`exit_summon` ends it."""
     if state.engine is not None:
         state.engine.check_idle("summon_full_params")
@@ -365,19 +380,12 @@ def enter_summon(state: ShardingState, writeback: bool) -> None:
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat))
-    state.summoned = stack
+    state.summoned, state.summoned_for = stack, purpose
 
 
-def end_unshard(state: ShardingState) -> None:
-    """Ends what ``unshard()`` began."""
-    if state.is_unsharded:
-        state.is_unsharded = False
-        exit_summon(state)
-
-
-def exit_summon(state: ShardingState) -> None:
-    """Ends it; changes go to the shards where they are to be kept."""
-    stack, state.summoned = state.summoned, None
-    state.unit.release()  # asked for meanwhile
-    if stack is not None:
+def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
+    """Ends what was begun for this, if it was; changes go to the shards where they are to be kept."""
+    if state.summoned is not None and state.summoned_for == purpose:
+        stack, state.summoned = state.summoned, None
+        state.unit.release()  # asked for meanwhile
         stack.close()

@@ -28,15 +28,17 @@ from ..torch_seams.module_versions import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam
 from .flat_values import taken_apart
-from .originals import refuse_split
+from .originals import refuse_meta, refuse_split
 from .registered import Registered
 from .state import (
     INNER,
     OUTER,
     ShardingState,
     clean,
+    dotted,
     enter_summon,
     exit_summon,
+    named_units,
     plain_name,
     state_of,
     summoned,
@@ -65,7 +67,7 @@ class Pieces(torch.Tensor):
         return made
 
     def __init__(self, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> None:
-        """Made in ``__new__``, as tensors are."""
+        """Does nothing: it is made in ``__new__``, as tensors are."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Pieces({tuple(self.shape)}, {self.dtype}, {self._run.numel()} elements on this rank)"
@@ -106,15 +108,13 @@ class Pieces(torch.Tensor):
 
 
 def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model under their own names, for DCP: of what is sharded, this rank's pieces.
+    """Returns parameters and buffers under their own names, for DCP: of what is sharded, this rank's pieces.
 
     Raises:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
     """
     found: dict[str, torch.Tensor] = {}
-    paths = {id(m): name for name, m in state.door.named_modules()}
-    for unit in state.states():
-        before = paths[id(unit.door)]
+    for before, unit in named_units(state.door):
         for flat in unit.flats:
             for name, pieces in _pieces_of(flat, unit.home):
                 found[name_at(before, name)] = pieces
@@ -130,14 +130,11 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
 
 def name_at(path: str, name: str) -> str:
     """Returns the name of what a module at this path has, without what wrapping added to it."""
-    return plain_name(f"{path}.{name}" if path else name)
+    return plain_name(dotted(path, name))
 
 
 def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
-    if flat.param.is_meta:
-        raise ConfigurationError(
-            f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) first"
-        )
+    refuse_meta(flat)
     refuse_split(flat.originals, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
     shard = flat.param.detach().view(-1)
     here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
@@ -167,7 +164,7 @@ _NOTE = "shardkit_shard"  # in the metadata of a state dict
 
 
 def metadata(state: ShardingState) -> StateDict:
-    """Names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
+    """Returns names, shapes and padding of this rank's shards, in fairscale's format (``local_metadata_dict``)."""
     paths = {m: clean(n) for n, m in state.door.named_modules()}
     entries: list[StateDict] = []
     for s in state.states():
@@ -206,11 +203,10 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
             for original, name in zip(flat.originals, flat.names, strict=True):
                 if original.home != s.home:
                     continue
-                first = f"{paths[s.door]}.{name}" if paths[s.door] else name
+                first = dotted(paths[s.door], name)
                 for module, attribute in original.places:
                     if id(module) not in inside and module in paths:
-                        path = paths[module]
-                        found.append((first, f"{path}.{attribute}" if path else attribute))
+                        found.append((first, dotted(paths[module], attribute)))
     return found
 
 
@@ -240,19 +236,16 @@ def _key_of(listing: Registered) -> str:
 
 
 def _listings_by_key(state: ShardingState) -> dict[str, tuple[Registered, list[list[object]]]]:
-    """Each registered parameter by its key in a local state dict, with names, shapes (and places) of what is in it."""
+    """Returns registered parameters by their keys in local state dicts, with names, shapes (and places) in them."""
     found: dict[str, tuple[Registered, list[list[object]]]] = {}
-    for path, m in state.door.named_modules():
-        s = state_of(m)
-        if s is not None:
-            for listing in s.listings:
-                name = _key_of(listing)
-                key = f"{clean(path)}.{name}" if clean(path) else name
-                originals = zip(listing.names, listing.originals, strict=True)
-                facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
-                for fact, start in zip(facts, listing.layout.starts or (), strict=False):
-                    fact.append(start)
-                found[key] = (listing, facts)
+    for path, s in named_units(state.door):
+        for listing in s.listings:
+            key = dotted(clean(path), _key_of(listing))
+            originals = zip(listing.names, listing.originals, strict=True)
+            facts: list[list[object]] = [[n, list(original.shape)] for n, original in originals]
+            for fact, start in zip(facts, listing.layout.starts or (), strict=False):
+                fact.append(start)
+            found[key] = (listing, facts)
     return found
 
 
@@ -396,9 +389,8 @@ def flat_shards(
 def names_of_shared(shard_metadata: SavedState) -> Iterator[tuple[str, str]]:
     """Yields the names of weights that are used in several places: the first one, and another."""
     for entry in shard_metadata["param_metadata"]:
-        before = f"{entry['fsdp_path']}." if entry["fsdp_path"] else ""
         for source, target in entry["shared_param_info"]:
-            yield before + source, before + target
+            yield dotted(entry["fsdp_path"], source), dotted(entry["fsdp_path"], target)
 
 
 def _rename(entries: StateDict, prefix: str, rename: Callable[[str], str]) -> None:
@@ -476,19 +468,11 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
     state.unit.forget_errors()
     if state.state_is_local or state.summoned is not None:
         return
-    enter_summon(state, True)
-    state.is_loading = True
+    enter_summon(state, True, "state dict")
     # torch.distributed.checkpoint adds what it finds in a model to what it loads: its shards, to the full values
     own = {id(listing.param) for listing in state.listings}
     for key in [k for k, value in state_dict.items() if id(value) in own]:
         del state_dict[key]
-
-
-def end_loading(state: ShardingState) -> None:
-    """Ends that; the unit keeps its shards."""
-    if state.is_loading:
-        state.is_loading = False
-        exit_summon(state)
 
 
 def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
@@ -510,7 +494,7 @@ def clean_names(incompatible: IncompatibleKeys) -> None:
 
 @contextlib.contextmanager
 def local_state(state: ShardingState) -> Iterator[None]:
-    """Inside, state dicts of a unit and those below hold this rank's shards."""
+    """Puts this rank's shards into state dicts of a unit and those below, inside."""
     before = [(s, s.state_is_local) for s in state.states()]
     for s, _ in before:
         s.state_is_local = True
@@ -524,7 +508,7 @@ def local_state(state: ShardingState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading_own(state: ShardingState, is_local: bool) -> Iterator[None]:
-    """Inside, what a unit loads, without those below it, is this rank's shards where ``is_local``."""
+    """Lets a unit, without those below it, load this rank's shards inside, where ``is_local``."""
     state.state_is_local = is_local
     yield
     state.state_is_local = False
@@ -540,4 +524,4 @@ def loading(door: nn.Module) -> Iterator[None]:
             end_loading_shards(m)
             state = state_of(m)
             if state is not None:
-                end_loading(state)
+                exit_summon(state, "state dict")

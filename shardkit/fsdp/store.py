@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, final
@@ -49,11 +49,12 @@ from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
 from ..layout import PackedLayout, ShardLayout
+from ..reduction.changes import ChangedParts
 from ..reduction.compression import CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, Unpacks, own_part, own_shard, taken_apart, unpacked
+from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -165,17 +166,29 @@ class Store(ABC):
         """Returns the tensor that original parameters are views of, [W * S]; it may have no memory now."""
 
     # ------------------------------------------------------------ transitions
-    @abstractmethod
     def attach(self) -> None:
         """Takes over original parameters, which are released from now on."""
+        self._reveal()
+        self.show(self.gathered)
+        self._conceal()
 
     @abstractmethod
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """Goes from released or kept to gathering (collective), or to gathered where there is nothing to wait for."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Goes from gathering to gathered."""
+        if self.in_flight is None:
+            return  # there was nothing to wait for; or it has failed, and there are no values
+        (work, values), self.in_flight = self.in_flight, None
+        with self._flat.ranges.gather_wait():
+            work.wait()
+        self.state = GATHERED
+        self._show_gathered(values)
+
+    def _show_gathered(self, values: torch.Tensor) -> None:
+        """Gives original parameters what a gathering has brought."""
+        raise NotImplementedError(type(self).__name__)
 
     def lock(self) -> None:
         """Goes from gathered to locked."""
@@ -188,9 +201,17 @@ class Store(ABC):
         self.state = GATHERED
         self._reveal()
 
-    @abstractmethod
     def release(self, until_backward: bool = False) -> None:
         """Goes to released, from where values are used; to kept, with ``until_backward``, if there is a mesh for it."""
+        if self.state is GATHERING:
+            self.finish()  # its memory is in use until it is through
+        if self.state in FULL:
+            self._give_back(until_backward)
+        self.users = 0
+
+    @abstractmethod
+    def _give_back(self, until_backward: bool = False) -> None:
+        """Takes values from original parameters, and frees their memory; see :meth:`release`."""
 
     def forget_kept(self) -> None:
         """Goes from kept to released: the shards may have changed."""
@@ -203,7 +224,7 @@ class Store(ABC):
             original.assign(piece)
 
     def show_computed(self, full: torch.Tensor) -> None:
-        """They become what a forward computes with, of values in full precision, [W * S]."""
+        """Makes them what a forward computes with, of values in full precision, [W * S]."""
         self.show(full.to(self._dtype))
 
     def _reveal(self) -> None:
@@ -239,23 +260,22 @@ class Store(ABC):
                     module.__dict__.pop(name, None)
 
     # ------------------------------------------------------------ full precision
-    def summon(self) -> torch.Tensor:
-        """Goes from released or kept to summoned (collective); returns the values, which are to be shown."""
-        self.summoned = self.gather_full_precision()
-        self.state = SUMMONED
-        self._reveal()
-        return self.summoned
-
     @torch.no_grad()
-    def gather_full_precision(self) -> torch.Tensor:
-        """Returns all values in the shard's dtype, [W * S], on the compute device (collective)."""
-        shard = self._flat.param.data.contiguous().view(-1).to(self._device)
-        if self._group.world_size == 1 or shard.is_meta:
-            return shard.new_empty(self._layout.padded_numel) if shard.is_meta else shard.clone()
-        full = shard.new_empty(self._layout.padded_numel)
-        with self._flat.ranges.summon():
-            self._gather(full, shard, label=f"{self._flat.label} in full precision")
-        return unpacked(full, self._layout)
+    def summon(self) -> torch.Tensor:
+        """Goes from released or kept to summoned (collective); returns all values, [W * S], which are to be shown."""
+        full = shard = self._flat.param.data.contiguous().view(-1).to(self._device)
+        if shard.is_meta:
+            full = shard.new_empty(self._layout.padded_numel)
+        elif self._group.world_size == 1:
+            full = shard.clone()
+        else:
+            full = shard.new_empty(self._layout.padded_numel)
+            with self._flat.ranges.summon():
+                self._gather(full, shard, label=f"{self._flat.label} in full precision")
+            full = unpacked(full, self._layout)
+        self.summoned, self.state = full, SUMMONED
+        self._reveal()
+        return full
 
     @torch.no_grad()
     def collect(self, values: torch.Tensor) -> None:
@@ -370,7 +390,10 @@ class Stored(Store):
         if flat.compression is not None and self._group.world_size > 1:
             blocks = format_for(flat.compression, self._layout.shard_numel, self._dtype)
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
-        if self._mesh is None and blocks is None and self._group.world_size > 1:
+        self._received: torch.Tensor | None = None  # [W, S], where only changes are sent
+        self._changed: ChangedParts | None = None
+        self._sends_changes = flat.sends_changes and self._group.world_size > 1
+        if self._mesh is None and blocks is None and self._group.world_size > 1 and not self._sends_changes:
             self.joins = self._channel, self._dtype, self._device
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
 
@@ -378,9 +401,9 @@ class Stored(Store):
         self._full = full  # [W * S]
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
-        are_apart = isinstance(self._layout, PackedLayout) or self._layout.runs > 1
-        is_packed = self._group.world_size > 1 and are_apart
-        self._unpacking: Unpacks | None = Unpacking(self._layout, full) if is_packed else None
+        self._unpack: Callable[[torch.Tensor], None] | None = None
+        if self._group.world_size > 1 and (isinstance(self._layout, PackedLayout) or self._layout.runs > 1):
+            self._unpack = Unpacking(self._layout, full).unpack
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
@@ -389,7 +412,7 @@ class Stored(Store):
         return self._full
 
     def attach(self) -> None:
-        self.summoned, self.users = None, 0
+        self.summoned = None
         if not self._full.untyped_storage().nbytes():  # it is not new
             self._backend.take_storage(self._full)
         self._reveal()
@@ -412,11 +435,14 @@ class Stored(Store):
             work = mesh.all_gather_into(full, kept, async_op=True, label=flat.label)
             self.in_flight = work, full
             return
-        if self._unpacking is not None and self._compressed is None:
+        if self._sends_changes:
+            self._start_changes()
+            return
+        if self._unpack is not None and self._compressed is None:
             self.joined(self).start()
             return
         if self._compressed is not None:
-            if self._unpacking is None:
+            if self._unpack is None:
                 self._backend.take_storage(full)
             else:
                 full = torch.empty_like(full)
@@ -432,6 +458,22 @@ class Stored(Store):
                 gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
+
+    @torch.no_grad()
+    def _start_changes(self) -> None:
+        """Sends what has changed since the last gathering, to memory that stays."""
+        flat, received = self._flat, self._received
+        if received is None or self._changed is None:
+            with torch.inference_mode(False):  # made when first needed, as joined messages are
+                received = torch.zeros(self._layout.padded_numel, dtype=self._dtype, device=self._device)
+            self._received = received
+            sizes = [self._layout.shard_numel] * self._group.world_size
+            self._changed = ChangedParts(self._channel, received, sizes)
+        own = own_part(received, self._group)
+        own.copy_(self.sent())
+        if flat.on_gather is not None:
+            flat.on_gather(received, own)
+        self.in_flight = self._changed.send(flat.label), received.view(self._group.world_size, -1)
 
     def joined(self, *stores: Stored) -> Joined:
         """Returns the message of these stores, of which this one is the first; made once."""
@@ -449,6 +491,7 @@ class Stored(Store):
         return shard
 
     def finish(self) -> None:
+        """Goes from gathering to gathered; as others do, with a call less."""
         if self.in_flight is None:
             return  # it has failed, and there are no values
         (work, values), self.in_flight = self.in_flight, None
@@ -457,11 +500,11 @@ class Stored(Store):
         self.state = GATHERED
         if values is not self._full:
             self._backend.take_storage(self._full)
-            if self._unpacking is None:
+            if self._unpack is None:
                 self._rows.copy_(values)
             else:
                 with torch.no_grad():
-                    self._unpacking.unpack(values)
+                    self._unpack(values)
             if self.arrives_in is not None:
                 self.arrives_in.leave()
                 self.arrives_in = None
@@ -480,19 +523,10 @@ class Stored(Store):
         super().unlock()
         self._kept_views.reveal()
 
-    def release(self, until_backward: bool = False) -> None:
-        if self.state not in FULL:
-            self.users = 0
-            return
-        if self.state is GATHERING:
-            self.finish()  # its memory is in use until it is through
-        is_needed = until_backward and self._flat.host is None and self.state is not GATHERING
-        if is_needed and self._mesh is not None:
+    def _give_back(self, until_backward: bool = False) -> None:
+        is_there = self.state is not GATHERING and self._flat.host is None
+        if until_backward and is_there and self._mesh is not None:
             self._kept = own_part(self._full, self._mesh).clone()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self.users = 0
         if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)
@@ -528,7 +562,7 @@ class Lazy(Store):
 
     def attach(self) -> None:
         self._reveal()
-        self._empty()
+        self._give_back()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         """Asks for values, once ``after`` is computed: :func:`gather_together` issues it, or :meth:`finish`."""
@@ -537,26 +571,15 @@ class Lazy(Store):
 
     def finish(self) -> None:
         gather_together([self])
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+        super().finish()
+
+    def _show_gathered(self, values: torch.Tensor) -> None:
         self._full = values
         self._reveal()
         self.show(values)
 
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state is GATHERING:
-            self.finish()
-        if self.state in FULL:
-            self._empty()
-            self.state = RELEASED
-
-    def _empty(self) -> None:
-        self._full = None
+    def _give_back(self, until_backward: bool = False) -> None:
+        self._full, self.state = None, RELEASED
         self._conceal()
         for original in self._originals:
             original.param.__class__ = original.kind  # a released one can't be changed
@@ -611,13 +634,12 @@ class Joined:
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
         label = first._flat.label
-        gather = first._channel.all_gather_into if first._flat.on_gather is None else first._gather
         if len(stores) == 1:
             self._own.copy_(first.sent())  # casts, and comes from the host
         else:
             torch.cat([store.sent() for store in stores], out=self._own)  # casts
             label = f"{label} and {len(stores) - 1} more"
-        work = gather(self._full, self._own, async_op=True, label=label)
+        work = first._gather(self._full, self._own, async_op=True, label=label)
         for store, part in zip(stores, self._parts, strict=True):
             store.in_flight, store.arrives_in = (work, part), self
 
@@ -668,40 +690,30 @@ class Whole(Store):
 
     @property
     def gathered(self) -> torch.Tensor:
-        return self._flat.param.data
+        return self._flat.param.data.reshape(-1)
 
-    def attach(self) -> None:
-        self._reveal()
-        self._show_shard()
-        self._conceal()
+    def show(self, values: torch.Tensor) -> None:
+        """Makes them views of this, and notes where it is."""
+        super().show(values)
+        if self._backend.has_storage:
+            self._pointer = values.data_ptr()
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
         self._reveal()
         if not self._backend.has_storage or self._flat.param.data.data_ptr() != self._pointer:
-            self._show_shard()  # somebody put another tensor in
-
-    def _show_shard(self) -> None:
-        values = self._flat.param.data.reshape(-1)
-        self.show(values)
-        if self._backend.has_storage:
-            self._pointer = values.data_ptr()
+            self.show(self.gathered)  # somebody put another tensor in
 
     def _conceal(self) -> None:
-        """Gradients alone: what is read of values is true, and what is written to them is kept."""
+        """Guards gradients alone: what is read of values is true, and what is written to them is kept."""
         for original in self._originals:
             original.param.__class__ = original.of_shard
         if self._flat.lists_dtensors:
             self._be_attributes(False)
 
-    def finish(self) -> None:
-        """There was nothing to wait for."""
-
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state in FULL:
-            self._conceal()
-            self.state = RELEASED
+    def _give_back(self, until_backward: bool = False) -> None:
+        self._conceal()
+        self.state = RELEASED
 
 
 @final
@@ -716,40 +728,28 @@ class Deferred(Store):
     def gathered(self) -> torch.Tensor:
         return self._full
 
-    def attach(self) -> None:
-        self._reveal()
-        self.show(self._full)
-        self._conceal()
-
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERED
         if self._flat.lists_dtensors:
             self._be_attributes(True)
 
     def lock(self) -> None:
-        """There is nothing that could be read or written."""
+        """Does nothing: there is nothing that could be read or written."""
 
-    def finish(self) -> None:
-        """There was nothing to wait for."""
-
-    def release(self, until_backward: bool = False) -> None:
-        self.users = 0
-        if self.state in FULL:
-            self.state = RELEASED
-            if self._flat.lists_dtensors:
-                self._be_attributes(False)
+    def _give_back(self, until_backward: bool = False) -> None:
+        self.state = RELEASED
+        if self._flat.lists_dtensors:
+            self._be_attributes(False)
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:
     """Returns the store for where the shard is now; ``before``, the last one, if it can serve on."""
-    backend = flat.group.backend
-    kind: type[Store] = Stored if backend.has_storage else Lazy
+    backend, kind = flat.group.backend, flat.originals[0].store
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
         kind = Deferred
-    elif flat.originals[0].store is not None:
-        kind = flat.originals[0].store
-    elif flat.is_whole:
+    elif kind is None and flat.is_whole:
         kind = Whole
-    elif flat.offloaded is not None and flat.param.device.type in ("cpu", "meta"):
+    elif kind is None and flat.param.device.type in ("cpu", "meta"):
         kind = flat.offloaded
+    kind = kind or (Stored if backend.has_storage else Lazy)
     return before if type(before) is kind and before.fits() else kind(flat)

@@ -105,25 +105,19 @@ class Moves(Answer):
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
-        if not _collecting.moves:
-            for name, original in hidden(module):
-                flat = managing(original)
-                if flat is not None:
-                    _refuse_move(module, name, flat, fn)
+        for name, original in [] if _collecting.depth else hidden(module):
+            flat = managing(original)
+            if flat is None:
+                continue
+            shard, group = flat.param, flat.group
+            moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+            if (moved.dtype, moved.device.type) != (shard.dtype, shard.device.type):
+                raise LifecycleError(
+                    f"rank {group.ranks[group.rank]}: a {type(module).__name__} inside of an FSDP module can't be "
+                    f"moved or cast by itself: its parameter {name!r} is in a shard of the unit around it. Call to(), "
+                    "half() and the like of the FSDP module"
+                )
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
-
-
-def _refuse_move(
-    module: nn.Module, name: str, flat: Registered, fn: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    shard = flat.param
-    moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
-    if (moved.dtype, moved.device.type) != (shard.dtype, shard.device.type):
-        raise LifecycleError(
-            f"rank {flat.group.ranks[flat.group.rank]}: a {type(module).__name__} inside of an FSDP module can't be "
-            f"moved or cast by itself: its parameter {name!r} is in a shard of the unit around it. Call to(), half() "
-            "and the like of the FSDP module"
-        )
 
 
 class KeepsInStep:
@@ -149,7 +143,6 @@ class KeepsInStep:
 
 class _Collecting(threading.local):  # ranks may be threads of one process
     depth = 0
-    moves = 0
 
     def __init__(self) -> None:
         self.loading: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -159,18 +152,8 @@ _collecting = _Collecting()
 
 
 @contextmanager
-def moving() -> Iterator[None]:
-    """Inside, an FSDP module is moved or cast, and with it the modules inside of it."""
-    _collecting.moves += 1
-    try:
-        yield
-    finally:
-        _collecting.moves -= 1
-
-
-@contextmanager
 def collecting() -> Iterator[None]:
-    """Inside, an FSDP module makes or loads a state dict, and takes care of the modules inside of it."""
+    """Says that an FSDP module makes or loads a state dict, or moves, and takes care of the modules inside of it."""
     _collecting.depth += 1
     try:
         yield

@@ -23,10 +23,10 @@ from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
-from ..types import AnyCallable, Args, Kwargs, Tree
+from ..types import AnyCallable, Tree
 from .construct import wake
-from .forward import MethodCall, cast_inputs, enter, fail, input_dtype, leave, watched
-from .state import ShardingState, end_unshard, enter_summon, state_of
+from .forward import call_method, cast_inputs, run_gathered
+from .state import ShardingState, enter_summon, exit_summon, state_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -193,13 +193,12 @@ class TorchsMethods:
         wake(state)
         engine = state.engine
         if state.summoned is None and (engine is None or engine.forwards == 0):
-            enter_summon(state, writeback=False)
-            state.is_unsharded = True
+            enter_summon(state, writeback=False, purpose="unshard")
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Ends :meth:`unshard`; gives back frozen values that are kept. What forward has gathered goes by itself."""
-        end_unshard(self._state)
+        exit_summon(self._state, "unshard")
         if not self._state.unit.is_held:
             self._state.unit.give_back_frozen()
 
@@ -281,33 +280,24 @@ class TorchsMethods:
         """The same where a part of the module is called, and in the mode in which that is: without gradients, say."""
         state = self._state
         wake(state)
-        end_unshard(state)
+        exit_summon(state, "unshard")
         if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
-        return MethodCall(state).run(partial(method, state.module), args, kwargs)
+        return call_method(state, partial(method, state.module), args, kwargs)
 
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
         """Returns a method of the module, run as its forward is; what calls the module itself inside included."""
         state = self._state
         wake(state)
-        end_unshard(state)
+        exit_summon(state, "unshard")
         if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
-        given: tuple[Args, Kwargs] = (args, kwargs)
-        dtype = input_dtype(state)
-        if dtype is not None:
-            given = cast_inputs(given, dtype)
-        entered = watched(enter(state, *given), state, given)
         state.is_computing = True
         try:
-            outputs = method(state.module, *given[0], **given[1])
-        except BaseException as error:
-            fail(state, entered, error)
-            raise
+            return run_gathered(state, partial(method, state.module), args, kwargs)
         finally:
             state.is_computing = False
-        return leave(state, entered, outputs)
 
 
 _OWN = (

@@ -23,7 +23,7 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .flat_param import FlatParam
-from .gradients import GradientPack, JoinedReduction, StoredPack, pack_for, packed_dtype
+from .gradients import GradientPack, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .registered import Registered
 from .store import KEPT, SUMMONED, Store, start_together
@@ -109,7 +109,7 @@ class LocalGradients:
             )
 
     def forget_if_cleared(self) -> None:
-        """Before anything is added: clears the original parameters' gradients if the shard's was cleared."""
+        """Clears the original parameters' gradients, before anything is added, if the shard's was cleared."""
         if not self._standing.was_touched(self._listing.param):
             return
         self._standing.forget()
@@ -150,7 +150,7 @@ class RefuseSteps:
             local.check_step(stepped)
 
     def after(self, optimizer: Optimizer) -> None:
-        """Nothing was done before."""
+        """Does nothing: nothing was done before."""
 
 
 refuse_steps = RefuseSteps()
@@ -181,6 +181,7 @@ class Unit:
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
         packs: reduce the gradients of each of its flat parameters.
+        sent: those of them that have something to send.
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
         goes_backward: it may on some rank: the unit is gathered for backward.
@@ -230,6 +231,7 @@ class Unit:
         )
         self.packs: list[GradientPack] = []
         self._fired: list[bool] = []
+        self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
         self._trained: list[list[bool]] = []
@@ -254,14 +256,16 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         if self._fired:
             self._hooks.remove()
-        self.packs, self._fired, self.has_frozen = [], [], False
+        self.packs, self.sent, self._fired, self.has_frozen = [], [], [], False
         with as_tensors():
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
             for flat in self.flats:
                 pack = pack_for(flat, self.replicas, self.reduce, self.divisors)
                 self.packs.append(pack)
-                flat.trains, flat.reduce = any(pack.trainable), self.reduce
+                if pack.trains:
+                    self.sent.append(pack)
+                flat.trains, flat.reduce = pack.trains, self.reduce
                 self.has_frozen = self.has_frozen or not all(pack.trainable)
                 for number in compress(range(len(pack.trainable)), pack.trainable):
                     after = self._after(len(self._fired), flat, number)
@@ -384,7 +388,7 @@ class Unit:
         return sum(flat.version for flat in self.needs)
 
     def forget_between(self) -> None:
-        """Nothing is kept between forward and backward any more."""
+        """Keeps nothing between forward and backward any more."""
         for flat in self.flats:
             if flat.store.state is KEPT:
                 flat.store.forget_kept()
@@ -395,11 +399,7 @@ class Unit:
         self.name = name = paths[0]
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
-        gradients = sum(
-            p.part_numel * f.group.world_size * packed_dtype(f, self.reduce).itemsize
-            for f, p in zip(self.flats, self.packs, strict=True)
-            if any(p.trainable)
-        )
+        gradients = sum(pack.nbytes for pack in self.sent)
         self.ranges = UnitRanges(
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
@@ -408,14 +408,14 @@ class Unit:
 
     @property
     def small_bytes(self) -> int:
-        """Bytes of its values, gathered, where they can travel with those of other units; else -1."""
+        """Counts the bytes of its values, gathered, where they can travel with those of other units; else -1."""
         if any(flat.store.joins is None or flat.is_borrowed or flat.on_gather for flat in self.needs):
             return -1
         return sum(flat.layout.padded_numel * flat.compute_dtype.itemsize for flat in self.needs)
 
     @property
     def group(self) -> Group | None:
-        """Ranks among which it is sharded; None where it needs no parameters."""
+        """Returns the ranks among which it is sharded; None where it needs no parameters."""
         return self.needs[0].group if self.needs else None
 
     @property
@@ -437,7 +437,7 @@ class Unit:
         self.reduced = True
         with self.ranges.reduce():
             for k, pack in enumerate(self.packs):
-                if any(pack.trainable):
+                if pack.trains:
                     kept: dict[int, torch.Tensor] = {}
                     for one in self._local[k] if self.keeps_local else ():
                         kept.update(one.take())
@@ -447,16 +447,6 @@ class Unit:
                     else:
                         together += gradients
         self.keeps_local = False
-
-    def is_reduced(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
-        return all(pack.is_done() for pack in self.packs if any(pack.trainable))
-
-    def receive(self) -> None:
-        """Waits for the reduction; the shards have their gradients then."""
-        for pack in self.packs:
-            if any(pack.trainable):
-                pack.receive()
 
     def land(self) -> None:
         """Waits for gradients on their way to the host; the shards have them then."""
@@ -468,11 +458,6 @@ class Unit:
         for pack in self.packs:
             pack.forget_errors()
 
-    def forget_reduction(self) -> None:
-        """Waits for the reduction; the shards get nothing of it."""
-        for pack in self.packs:
-            pack.forget()
-
     def local_gradients(self) -> Iterator[tuple[LocalGradients, GradientPack]]:
         """Yields what ``no_sync`` keeps for each registered parameter, and what would reduce it."""
         self.keeps_local = True
@@ -483,7 +468,7 @@ class Unit:
                 yield one, pack
 
     def forget_if_cleared(self) -> None:
-        """Before a backward adds to what ``no_sync`` keeps: discards what was cleared meanwhile."""
+        """Discards what was cleared meanwhile, before a backward adds to what ``no_sync`` keeps."""
         for local in self._local if self.keeps_local else ():
             for one in local:
                 one.forget_if_cleared()
@@ -556,9 +541,9 @@ class SmallUnits:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.flats = [flat for unit in units for flat in unit.flats]
-        self._packs: list[GradientPack] = []  # of which this is made
-        self._joined: JoinedReduction | None = None
-        self._sent: Sequence[Unit | JoinedReduction] = ()
+        self.sent: Sequence[GradientPack] = ()
+        self._packs: list[GradientPack] = []  # of the units, in place of which the joined one is
+        self._joined: StoredPack | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -567,46 +552,32 @@ class SmallUnits:
 
     @property
     def waiting(self) -> int:
-        """How many gradients are missing of those that are to be sent."""
+        """Counts the gradients that are missing of those that are to be sent."""
         return sum([unit.waiting for unit in self.units if not unit.accumulates])
 
     def send(self) -> None:
         """Starts the reduction of their gradients."""
-        packs = [pack for unit in self.units for pack in unit.packs]
+        packs = [pack for unit in self.units for pack in unit.sent]
         if packs != self._packs:
             stored, kinds, _ = joinable(self.units)
-            self._packs, self._joined = packs, JoinedReduction(stored) if len(kinds) == 1 else None
+            self._packs, self._joined = packs, stored[0].joined(stored[1:]) if len(kinds) == 1 else None
         units = [unit for unit in self.units if not unit.accumulates]
         if self._joined is None or len(units) < len(self.units):
             # one of them has got another kind since the plan was made, or keeps its gradients
-            self._sent = units
+            self.sent = [pack for unit in units for pack in unit.sent]
             for unit in units:
                 unit.send()
             return
         gradients: list[torch.Tensor | None] = []
         for unit in units:
             unit.send(gradients)
-        self._sent = (self._joined,)
-        self._joined.send(gradients)
-
-    def is_reduced(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
-        return all(each.is_reduced() for each in self._sent)
-
-    def receive(self) -> None:
-        """Waits for the reduction; the shards have their gradients then."""
-        for each in self._sent:
-            each.receive()
-
-    def forget_reduction(self) -> None:
-        """Waits for the reduction; the shards get nothing of it."""
-        for each in self._sent:
-            each.forget_reduction()
+        self.sent = (self._joined,)
+        self._joined.in_flight = self._joined.reduce(gradients)
 
 
 def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]:
     """Returns what reduces the gradients of these units, their kinds (one, if they can travel together), and bytes."""
-    packs = [pack for unit in units for pack in unit.packs if any(pack.trainable)]
+    packs = [pack for unit in units for pack in unit.sent]
     stored = [pack for pack in packs if type(pack) is StoredPack]
     alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)
     kinds = set() if alone else {pack.joins for pack in stored}
@@ -636,20 +607,14 @@ class UnitCall:
     backward may go on to units below, or to what forward itself made a leaf.
     """
 
-    def __init__(self, unit: Unit, inputs: int) -> None:
-        self._unit, self._inputs = unit, inputs
+    @not_compiled
+    def __init__(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
+        needing = [t for t in inputs if t.requires_grad]
+        self._unit, self._inputs = unit, len(needing)
         self._waiting = 0  # inputs that the backward in progress has not left by
         self._task = NO_BACKWARD
-
-    @classmethod
-    @not_compiled
-    def watching(cls, unit: Unit, inputs: Sequence[torch.Tensor]) -> UnitCall:
-        """Watches these inputs."""
-        needing = [t for t in inputs if t.requires_grad]
-        call = cls(unit, len(needing))
         for t in needing:
-            t.register_hook(call._left)
-        return call
+            t.register_hook(self._left)
 
     @not_compiled
     def enter_backward(self, gradient: torch.Tensor) -> None:

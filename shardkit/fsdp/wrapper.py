@@ -24,29 +24,19 @@ from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
-from ..torch_seams.device_mesh import shards_and_replicas_of
+from ..torch_seams.dtensors import shards_and_replicas_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import EXPORT, is_listed_for_export, refusal
 from .flat_values import AlignedLayout, RowsLayout
-from .forward import (
-    cast_inputs,
-    enter,
-    fail,
-    input_dtype,
-    leave,
-    run_summoned,
-    saving_originals_by_name,
-    through,
-    watched,
-)
+from .forward import run_gathered, through
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
-from .state import WRAPPED, Ignored, Options, ShardingState, summoned
-from .state_dict import add_wrapping, begin_loading, clean_names, end_loading, full_state_dict, loading
-from .submodule_api import moving
+from .state import WRAPPED, Ignored, Options, ShardingState, exit_summon, summoned
+from .state_dict import add_wrapping, begin_loading, clean_names, full_state_dict, loading
+from .submodule_api import collecting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -259,28 +249,7 @@ class Door(ModuleProxy, ShardedAPI):
         state = self._state
         if state.is_asleep:
             wake(state)
-        dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
-        if state.summoned is not None:
-            state.cast_buffers()
-            if dtype is not None:
-                args, kwargs = cast_inputs((args, kwargs), dtype)
-            return run_summoned(state.module, state.unit.needs, args, kwargs)
-        entered = enter(state, args, kwargs)
-        try:
-            if dtype is not None:
-                args, kwargs = cast_inputs((args, kwargs), dtype)
-            if state.unit.has_frozen:
-                entered = watched(entered, state, (args, kwargs))
-            module = state.module
-            if entered.engine.is_lazy:
-                with saving_originals_by_name():
-                    outputs = module(*args, **kwargs)
-            else:
-                outputs = module(*args, **kwargs)
-        except BaseException as error:
-            fail(state, entered, error)
-            raise
-        return leave(state, entered, outputs)
+        return run_gathered(state, state.module, args, kwargs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).
@@ -321,7 +290,7 @@ class Door(ModuleProxy, ShardedAPI):
     # ------------------------------------------------------------ being moved and copied
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         begin_move(self._state)
-        with moving():
+        with collecting():
             super()._apply(fn, recurse)
         end_move(self._state)
         return self
@@ -350,7 +319,7 @@ def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object
 
 def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
     clean_names(incompatible)
-    end_loading(door._state)
+    exit_summon(door._state, "state dict")
 
 
 note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)

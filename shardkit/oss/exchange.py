@@ -44,7 +44,7 @@ from ..torch_seams.hooks import (
     check_asked_gradients,
     current_backward,
     moments,
-    tensors_of,
+    tensors_in,
     watch_outputs,
 )
 from ..tracing.ranges import ModuleRanges, Range, leave
@@ -266,7 +266,7 @@ class GradientExchange:
         self._buffers.changed = True
         self.state.ended = next(moments)
         self.state.is_due = not self.state.accumulating
-        watch_outputs(tensors_of(outputs), self.state.on_output)
+        watch_outputs(tensors_in(outputs), self.state.on_output)
 
     @not_compiled
     def recover(self) -> None:

@@ -40,8 +40,8 @@ from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
 from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.compiling import callees_compiled, not_compiled
-from ..torch_seams.device_mesh import group_of
 from ..torch_seams.distributed_checkpoint import current_request, is_called_by
+from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
 from .placement import placement_for

@@ -28,7 +28,7 @@ from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_local, refuse_other
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.device_mesh import group_of
+from ..torch_seams.dtensors import group_of
 from ..torch_seams.forward_signature import signed_as_wrapped
 from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
 from ..tracing.tracer import note_model

@@ -73,6 +73,8 @@ class ChangedParts:
     """
 
     def __init__(self, group: Group, buffer: torch.Tensor, sizes: Sequence[int]) -> None:
+        if buffer.dtype is torch.complex128:  # no integer has as many bits
+            buffer, sizes = torch.view_as_real(buffer).view(-1), [2 * size for size in sizes]
         self._group, self._buffer, self._sizes = group, buffer, list(sizes)
         self._parts = torch.split_with_sizes(buffer, self._sizes)
         self._before: torch.Tensor | None = None  # [S], of this rank's part

@@ -12,7 +12,6 @@ first norms stay this rank's; only that of the stack sums over ranks: one collec
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -22,12 +21,11 @@ from typing import ClassVar
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.stepping import take_part
-from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of
+from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of, of_dtensors
 from ..torch_seams.tensor_facts import MarkedTensor, as_plain, stays_marked
 from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
@@ -90,29 +88,8 @@ class ShardGradient(MarkedTensor):
 
 def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient]) -> None:
     """Makes a DTensor's norm exact; all else that is true over ranks torch itself knows of one."""
-    if is_dtensor(gradient):
-        gradient.__class__ = _of_dtensors(kind, type(gradient))  # type: ignore[assignment]
-
-
-@functools.cache
-def _of_dtensors(kind: type[ShardGradient], dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
-    if issubclass(dtensor, ShardGradient):
-        return dtensor
-
-    def dispatch(
-        cls: type, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
-    ) -> Tree:
-        """Lets torch see plain DTensors: what it returns for a view has to have the class of what it is given."""
-        marked = [t for t in tree_leaves((args, kwargs)) if type(t) is cls]
-        for t in marked:
-            t.__class__ = dtensor
-        try:
-            return dtensor.__torch_dispatch__(func, types, args, kwargs or {})
-        finally:
-            for t in marked:
-                t.__class__ = cls
-
-    return type("ShardGradient", (kind, dtensor), {"__torch_dispatch__": classmethod(dispatch)})
+    if is_dtensor(gradient) and not isinstance(gradient, ShardGradient):
+        gradient.__class__ = of_dtensors(kind, type(gradient))  # type: ignore[assignment]
 
 
 def _is_clipping() -> bool:

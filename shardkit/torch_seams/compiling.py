@@ -31,6 +31,6 @@ _as_written = threading.RLock()  # torch's switch is the process's, and ranks ma
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, functions that torch would compile when they are called run as they were written."""
+    """Runs functions that torch would compile when they are called as they were written, inside."""
     with _as_written, torch.compiler.set_stance("force_eager"):
         yield

@@ -1,23 +1,68 @@
-"""Tensors as DTensors of torch's that are cut along their first dimension, by themselves or within another cut."""
+"""DTensors of torch's that are cut along one dimension, by themselves or within another cut, and meshes."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ..errors import ConfigurationError
-from ..types import ProcessGroup, Tree
+from ..layout import Box
+from ..types import AnyCallable, Args, Kwargs, Memo, ProcessGroup, Tree
+from .strided_views import narrowed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGroup:
+    """Returns all ranks of a mesh, of any number of dimensions; the group that was passed where there is no mesh."""
+    if mesh is None:
+        return group
+    _check_mesh(mesh, group)
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def shards_and_replicas_of(
+    mesh: DeviceMesh | None, group: ProcessGroup = None, replicas: ProcessGroup = None
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Returns the ranks that share one copy of the model, and ranks that hold the same shard of it.
+
+    A mesh of one dimension has the former; of one with two they are the last dimension, and replicas the first.
+    """
+    if mesh is None:
+        return group, replicas
+    _check_mesh(mesh, group if replicas is None else replicas)
+    if mesh.ndim > 2:
+        raise ConfigurationError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: parameters are sharded over one dimension, or "
+            "over the last of two with replicas along the first. Pass the dimensions that are for data, as in "
+            'mesh["dp"] or mesh["dp_replicate", "dp_shard"]'
+        )
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    return mesh.get_group(1), mesh.get_group(0)
+
+
+def _check_mesh(mesh: object, group: ProcessGroup) -> None:
+    from torch.distributed.device_mesh import DeviceMesh  # costs those who use none nothing
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigurationError(
+            f"mesh is a {type(mesh).__name__}; pass a torch.distributed.device_mesh.DeviceMesh, or a process group as "
+            "group="
+        )
+    if group is not None:
+        raise ConfigurationError("both mesh and a group were passed, which say the same thing; leave one out")
 
 
 def mesh_over(ranks: ProcessGroup | DeviceMesh, device_type: str) -> DeviceMesh:
@@ -218,6 +263,37 @@ def as_parameter(value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     return cast("nn.Parameter", value)
 
 
+@functools.cache
+def of_dtensors(kind: type, dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Makes a class of DTensors that have the methods of another class, too; copies are plain DTensors."""
+
+    def as_plain(each: Sequence[torch.Tensor], call: Callable[[], Tree]) -> Tree:
+        for t in each:
+            t.__class__ = dtensor
+        try:
+            return call()
+        finally:
+            for t in each:
+                t.__class__ = made
+
+    def dispatch(
+        cls: type, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        """Lets torch see plain DTensors: what it returns for a view has to have the class of what it is given."""
+        given: list[Tree] = [t for t in tree_leaves((args, kwargs)) if type(t) is made]
+        return as_plain(given, lambda: dtensor.__torch_dispatch__(func, types, args, kwargs or {}))
+
+    def copied(self: torch.Tensor, memo: Memo) -> Tree:
+        return as_plain([self], lambda: dtensor.__deepcopy__(self, memo))  # type: ignore[arg-type]
+
+    def reduced(self: torch.Tensor, protocol: SupportsIndex) -> Tree:
+        return as_plain([self], lambda: dtensor.__reduce_ex__(self, protocol))
+
+    methods = {"__torch_dispatch__": classmethod(dispatch), "__deepcopy__": copied, "__reduce_ex__": reduced}
+    made = type(kind.__name__, (kind, dtensor), methods)
+    return made
+
+
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
     """Returns a DTensor over this memory, which is laid out as another's, in a dtype of its own."""
     return _laid_out(local, other.device_mesh, other.placements, other.shape)
@@ -248,11 +324,7 @@ def _put_together(sharded: Tree) -> torch.Tensor:
     device = kind if kind in served else served[0]
     full = torch.zeros(sharded.size(), dtype=sharded.dtype, device=device)
     for shard in shards:
-        part = full
-        for dim, (start, size) in enumerate(
-            zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-        ):
-            part = part.narrow(dim, start, size)
-        part.copy_(shard.tensor)
+        here = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        narrowed(full, here, Box((0,) * full.dim(), tuple(full.shape))).copy_(shard.tensor)
     torch.distributed.all_reduce(full, group=group)
     return full

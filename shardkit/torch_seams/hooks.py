@@ -39,6 +39,7 @@ from ..progress import observe
 from ..types import AnyCallable, Tree
 from .compiling import callees_compiled, not_compiled
 
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 NO_BACKWARD = -1
 DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
 # Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
@@ -48,6 +49,14 @@ GradientHook = Callable[[torch.Tensor], None]
 # Of each backward in progress, by id, what it has come to.
 _reached: dict[int, list[weakref.ref[BackwardState]]] = {}
 moments = itertools.count(1)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether autograd's graph is compiled."""
+    compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
+    return compiled is not None and (
+        compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
+    )
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -74,11 +83,6 @@ class BackwardState:
         ended: when the last one did.
     """
 
-    __slots__ = (
-        "__weakref__", "_on_end", "accumulating", "asked", "before", "began", "count", "ended", "is_due", "raised",
-        "task", "thread", "unreduced",
-    )  # fmt: skip
-
     def __init__(self, on_end: Callable[[], None]) -> None:
         self.before: Sequence[BackwardState] = ()
         self.began = self.ended = self.count = 0
@@ -100,10 +104,7 @@ class BackwardState:
 
     def begin(self) -> None:
         """Marks the running backward as the one whose end counts; called from inside of it."""
-        compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-        if compiled is not None and (
-            compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
-        ):
+        if in_compiled_autograd():
             raise LifecycleError(
                 "compiled autograd of a sharded module is not possible: gradients are reduced while backward runs. Use "
                 "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
@@ -112,7 +113,7 @@ class BackwardState:
         self.is_due = False
         self.count += 1
         self.thread = threading.get_ident()
-        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        after_backward(self._end)
         reached = _reached.get(self.task)
         if reached is None:
             _reached[self.task] = [weakref.ref(self)]
@@ -225,8 +226,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
     DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one.
     """
-    queue = Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-    queue(lambda: queue(function))
+    after_backward(functools.partial(after_backward, function))
 
 
 _run_backward: AnyCallable = torch.autograd.graph._engine_run_backward
@@ -281,7 +281,7 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
 
 
 def check_asked_gradients(check: AskedCheck) -> None:
-    """From now on ``check`` sees, before anything runs, tensors that a backward shall give gradients of, and no others.
+    """Shows ``check``, before anything runs, tensors that a backward shall give gradients of, and no others.
 
     These are the inputs of ``torch.autograd.grad``, or (then it is told True) of ``backward(inputs=)``, which puts them
     into ``.grad``. The backward runs in what it returns. See [Note: gradients asked for].
@@ -344,13 +344,10 @@ def watch_outputs(outputs: Sequence[torch.Tensor], hook: GradientHook, passed: C
 
 
 @not_compiled
-def tensors_of(outputs: object) -> Sequence[torch.Tensor]:
-    """Returns all tensors in what a module returned (any nesting of containers)."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs)
-
-
 def tensors_in(value: object, depth: int = 4) -> list[torch.Tensor]:
     """Returns all tensors inside nested tuples, lists, dicts, dataclasses and objects with attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     found: list[torch.Tensor] = []
     leaves: Sequence[object] = tree_leaves(value)
     for leaf in leaves:

@@ -27,7 +27,7 @@ _ours: dict[type[nn.Module], Callable[[nn.Parameter], bool] | None] = {}
 
 
 def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] | None = None) -> None:
-    """From now on modules of this class, one of this library's, are known to average their gradients.
+    """Makes modules of this class, one of this library's, known to average their gradients.
 
     Args:
         owns: tells a parameter that only such a module can list.
@@ -66,7 +66,7 @@ class PreparedForAccelerate:
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """It notes what it has prepared."""
+        """Takes what accelerate notes when it has prepared a module."""
 
 
 def check_wrappable(
@@ -125,10 +125,8 @@ def _wrapper_among(kind: type) -> str | None:
 
 
 def _of_torch() -> dict[type, str]:
-    loaded, found = (
-        sys.modules.get("torch.distributed.fsdp"),
-        dict(_OF_TORCH),
-    )  # whoever uses it has imported it
+    found = dict(_OF_TORCH)
+    loaded = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     for name in ("FullyShardedDataParallel", "FSDPModule"):
         if hasattr(loaded, name):
             found[getattr(loaded, name)] = f"torch.distributed.fsdp.{name}"
@@ -140,7 +138,7 @@ def _place(path: str) -> str:
 
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Before torch's constructors send anything: they begin with ``self.module = module``."""
+    """Looks before torch's constructors send anything: they begin with ``self.module = module``."""
     if module is None or not isinstance(parent, DistributedDataParallel | DataParallel):
         return
     ignored: set[str] = getattr(parent, "parameters_to_ignore", set())  # set_params_and_buffers_to_ignore

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
-from ..torch_seams.device_mesh import group_of
+from ..torch_seams.dtensors import group_of
 from ..tracing.ranges import CLIP
 from ..types import ProcessGroup, StateDict, Tree
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
+from ..fsdp.backward_steps import may_be_skipped
 from ..fsdp.state import state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
@@ -292,6 +293,11 @@ class SkipOutOfMemory:
                 self._refuse_talking(type(m).__name__)
             if state_of(m) is None and (found := name_of_torchs(m)):
                 self._refuse_talking(found)
+        if any(u.options.reshard.sends_changes for u in self._units):
+            raise ConfigurationError(
+                "SkipOutOfMemory: how much ReshardPolicy(sends_changes=True) gathers depends on what has changed; "
+                "leave it out"
+            )
         if any(w._connected().depends_on_data for w in self._wrappers):
             raise ConfigurationError(
                 "SkipOutOfMemory: how many rows of sparse gradients ranks send depends on their batches; use "
@@ -331,6 +337,9 @@ class SkipOutOfMemory:
         heard = [*self._groups, *(u.post_forward_mesh for u in self._units)]
         groups = dict.fromkeys(g for g in heard if g is not None)
         self._inside.enter_context(self._calls.listening(groups))
+        flats = [flat for unit in self._units for flat in unit.flats]
+        may_be_skipped.update(flats)
+        self._inside.callback(may_be_skipped.difference_update, flats)
         self._is_inside = True
         return self
 

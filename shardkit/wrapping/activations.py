@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -74,12 +74,12 @@ def disable_checkpointing() -> contextlib.AbstractContextManager[None]:
 
 
 def enable_checkpointing() -> contextlib.AbstractContextManager[None]:
-    """Within this block :func:`is_checkpointing` is True."""
+    """Makes :func:`is_checkpointing` True within this block."""
     return _set("is_checkpointing")
 
 
 def enable_recomputing() -> contextlib.AbstractContextManager[None]:
-    """Within this block :func:`is_recomputing` is True."""
+    """Makes :func:`is_recomputing` True within this block."""
     return _set("is_recomputing")
 
 
@@ -144,7 +144,7 @@ class Surroundings:
         one_each = {t.device: t for t in tensors if not (t.is_cpu or t.is_meta)}
         self._generators = [_generator(t) for t in one_each.values()]
         self._generators.append((torch.get_rng_state, torch.set_rng_state))
-        self._random = self._random_states()
+        self._random = [get() for get, _ in self._generators]
         self._autocast: list[dict[str, Any]] = [
             {
                 "device_type": kind,
@@ -156,17 +156,14 @@ class Surroundings:
             if torch.amp.is_autocast_available(kind)
         ]
 
-    def _random_states(self) -> list[torch.Tensor]:
-        return [get() for get, _ in self._generators]
-
     def _set_random_states(self, states: list[torch.Tensor]) -> None:
         for (_, put), state in zip(self._generators, states, strict=True):
             put(state)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within this block all is as it was when this object was made."""
-        now = self._random_states()
+        """Makes all as it was when this object was made, within this block."""
+        now = [get() for get, _ in self._generators]
         self._set_random_states(self._random)
         try:
             with contextlib.ExitStack() as stack:
@@ -364,37 +361,31 @@ class _Slot:
         self.index = index
 
 
-class _Packed(NamedTuple):
-    """Stands for a PackedSequence, which is a tuple that can't hold slots."""
-
-    data: Any
-    batch_sizes: Any
-    sorted_indices: Any
-    unsorted_indices: Any
-
-
 def take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns the value with slots in place of tensors, which go into the list; within containers and dataclasses."""
 
     def take(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            return _Slot(len(tensors) - 1)
-        if isinstance(leaf, PackedSequence):
-            return _Packed(*(take_tensors(part, tensors) for part in leaf))
-        return in_fields(lambda field: take_tensors(field, tensors), leaf)
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Slot(len(tensors) - 1)
 
-    return tree_map(take, value, is_leaf=lambda x: isinstance(x, PackedSequence))
+    return _replaced(take, value)
 
 
 def put_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Reverses :func:`take_tensors`."""
+    return _replaced(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Slot) else leaf, value)
 
-    def put(leaf: Any) -> Any:
-        if isinstance(leaf, _Slot):
-            return tensors[leaf.index]
-        if isinstance(leaf, _Packed):
-            return PackedSequence(*(put_tensors(part, tensors) for part in leaf))
-        return in_fields(lambda field: put_tensors(field, tensors), leaf)
 
-    return tree_map(put, value, is_leaf=lambda x: isinstance(x, _Packed))
+def _replaced(replace: Callable[[Any], Any], value: Any) -> Any:
+    """Returns the value with something else in place of all in it that is no container."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):  # its constructor would look at what is in it
+            return PackedSequence._make(_replaced(replace, part) for part in leaf)
+        if dataclasses.is_dataclass(leaf):
+            return in_fields(lambda field: _replaced(replace, field), leaf)
+        return replace(leaf)
+
+    return tree_map(replaced, value, is_leaf=lambda x: isinstance(x, PackedSequence))

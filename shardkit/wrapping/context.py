@@ -233,24 +233,21 @@ class _Tree:
 
     def visit(self, module: nn.Module, is_root: bool) -> tuple[nn.Module, frozenset[nn.Parameter]]:
         """Returns what takes the place of ``module``, and which parameters are within a wrapper then."""
-        if module not in self._done:
-            self._done[module] = self._visit(module, is_root)
-        return self._done[module]
-
-    def _visit(self, module: nn.Module, is_root: bool) -> tuple[nn.Module, frozenset[nn.Parameter]]:
-        params = self._params[module]
-        if not self._policy.descend(module, self.numel(params), is_root):
-            return module, frozenset()
+        if module in self._done:
+            return self._done[module]
+        replaced, params = module, self._params[module]
         # A set, not a count: parameters and modules that are shared are within a wrapper once.
         wrapped: frozenset[nn.Parameter] = frozenset()
-        for child in list(module.children()):
-            replacement, within = self.visit(child, False)
-            wrapped |= within
-            if replacement is not child:
-                for name in [n for n, m in module._modules.items() if m is child]:
-                    self._replaced.append((module, name, child))
-                    setattr(module, name, replacement)
-        arguments = self._policy.arguments(module, self.numel(params - wrapped), is_root)
-        if arguments is None:
-            return module, wrapped
-        return _apply(self._context, module, arguments, self._overrides), params
+        if self._policy.descend(module, self.numel(params), is_root):
+            for child in list(module.children()):
+                replacement, within = self.visit(child, False)
+                wrapped |= within
+                if replacement is not child:
+                    for name in [n for n, m in module._modules.items() if m is child]:
+                        self._replaced.append((module, name, child))
+                        setattr(module, name, replacement)
+            arguments = self._policy.arguments(module, self.numel(params - wrapped), is_root)
+            if arguments is not None:
+                replaced, wrapped = _apply(self._context, module, arguments, self._overrides), params
+        self._done[module] = replaced, wrapped
+        return replaced, wrapped

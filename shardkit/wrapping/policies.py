@@ -17,31 +17,15 @@ interface of all of them.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from ..errors import ConfigurationError
 from ..types import AnyCallable, StateDict
-
-ModuleTypes = Iterable[type[nn.Module]]
-
-
-def _size_decides(
-    policy: Any,  # whose attributes hold the default types
-    module: nn.Module,
-    recurse: bool,
-    large: bool,
-    leaves: ModuleTypes | None,
-    never_wrapped: ModuleTypes | None,
-) -> bool:
-    if recurse:
-        kept_out = policy.FORCE_LEAF_MODULES if leaves is None else leaves
-    else:
-        kept_out = policy.EXCLUDE_WRAP_MODULES if never_wrapped is None else never_wrapped
-    return large and not isinstance(module, tuple(kept_out))
 
 
 def default_auto_wrap_policy(
@@ -67,48 +51,28 @@ def default_auto_wrap_policy(
         skip_params_check_for_root: wrap the root however little is left for it. Its children are only looked at if
             it is large in all.
     """
-    large = unwrapped_params >= min_num_params
-    if not recurse and module_is_root and skip_params_check_for_root:
-        large = True
-    return _size_decides(
-        default_auto_wrap_policy, module, recurse, large, force_leaf_modules, exclude_wrap_modules
-    )
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: float = int(1e8),
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
-) -> bool:
-    """Wraps what is large enough, children first; arguments named as in torch.
-
-    Args: see :func:`default_auto_wrap_policy`; ``nonwrapped_numel`` is its ``unwrapped_params``.
-    """
-    large = nonwrapped_numel >= min_num_params
-    return _size_decides(
-        size_based_auto_wrap_policy, module, recurse, large, force_leaf_modules, exclude_wrap_modules
-    )
+    is_large = unwrapped_params >= min_num_params
+    if recurse:
+        leaves = _by_size.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        return is_large and not isinstance(module, tuple(leaves))
+    excluded = _by_size.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    is_wanted = is_large or (module_is_root and skip_params_check_for_root)
+    return is_wanted and not isinstance(module, tuple(excluded))
 
 
 # Containers without a forward can't be wrapped; MultiheadAttention reads its children's weights without calling
 # them, so they have to stay with it.
-_policy: Any
-for _policy in (default_auto_wrap_policy, size_based_auto_wrap_policy):
-    _policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
-    _policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+_by_size: Any = default_auto_wrap_policy  # a function with attributes
+_by_size.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+_by_size.FORCE_LEAF_MODULES = {nn.MultiheadAttention}
 
 
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: set[type[nn.Module]],
-) -> bool:
-    """Wraps every module of the given types: ``functools.partial(..., transformer_layer_cls={Block})``."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
+def __getattr__(name: str) -> AnyCallable:
+    """Returns policies that are torch's own; to import them takes a while."""
+    if name not in ("size_based_auto_wrap_policy", "transformer_auto_wrap_policy"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: AnyCallable = getattr(importlib.import_module("torch.distributed.fsdp.wrap"), name)
+    return found
 
 
 def config_auto_wrap_policy(

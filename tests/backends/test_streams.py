@@ -14,7 +14,7 @@ import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import DONE, get_backend
 from shardkit.errors import OutOfStepError, RankFailedError
-from shardkit.fsdp.gradients import GradientPack, JoinedReduction, StoredPack
+from shardkit.fsdp.gradients import GradientPack, StoredPack
 from shardkit.fsdp.store import Stored
 from shardkit.oss.placement import FlatParameters
 from shardkit.oss.reducer import Reducer
@@ -254,17 +254,6 @@ def _reduction_without_wait(self: GradientPack) -> None:
     _receive(self)
 
 
-def _joined_memory_given_back(self: JoinedReduction, gradients: Any) -> None:
-    _send_joined(self, gradients)
-    self._backend.release_storage(self._packed)
-
-
-def _joined_without_wait(self: JoinedReduction) -> None:
-    if self.in_flight is not None:
-        self.in_flight = (*self.in_flight[:3], None)
-    _receive_joined(self)
-
-
 def _slot_packed_again(self: Reducer, bucket: Any) -> None:
     before, self._in_flight = self._in_flight, None
     _send(self, bucket)
@@ -289,15 +278,14 @@ def _publish_without_wait(self: FlatParameters, wire_dtype: Any) -> None:
 
 
 _start, _finish, _reduce, _receive = Stored.start, Stored.finish, StoredPack.reduce, GradientPack.receive
-_send_joined, _receive_joined = JoinedReduction.send, JoinedReduction.receive
 _send, _receive_bucket, _publish = Reducer._send, Reducer._receive, FlatParameters.publish
 FAULTS: list[tuple[type, str, Callable[..., Any], Callable[[int], list[float]]]] = [
     (Stored, "finish", _gather_without_wait, fsdp),
     (Stored, "start", _released_in_flight, fsdp),
     (StoredPack, "reduce", _packed_memory_given_back, wide),
+    (StoredPack, "reduce", _packed_memory_given_back, fsdp),
     (GradientPack, "receive", _reduction_without_wait, wide),
-    (JoinedReduction, "send", _joined_memory_given_back, fsdp),
-    (JoinedReduction, "receive", _joined_without_wait, fsdp),
+    (GradientPack, "receive", _reduction_without_wait, fsdp),
     (Reducer, "_send", _slot_packed_again, sharded_ddp),
     (Reducer, "_send", _slot_given_back, sharded_ddp),
     (Reducer, "_receive", _bucket_without_wait, sharded_ddp),

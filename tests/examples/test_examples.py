@@ -122,6 +122,18 @@ def test_bad_arguments_are_refused() -> None:
     assert "multiple of the ranks" in result.stderr
 
 
+def test_rewards_are_learned_and_an_engine_keeps_up() -> None:
+    """Changes are applied to what the engine had, so a lost one would end in an error about checksums."""
+    command = [sys.executable, "examples/char_rewards.py", "--ranks", "3", "--steps", "41"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    course = re.findall(r"step (\d+): reward ([\d.]+), (\d+) bytes", result.stdout)
+    assert [int(step) for step, _, _ in course] == [0, 10, 20, 30, 40]
+    (_, first, whole), (_, last, changed) = course[0], course[-1]
+    assert float(first) < 0.5 < 0.9 < float(last)
+    assert int(changed) < int(whole)
+
+
 def test_readme_example(tmp_path: Path) -> None:
     """The README's program runs as it stands there, without a warning, and both ranks end with a small loss."""
     [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -263,7 +263,16 @@ def _refused(rank: int) -> None:
         ):
             scaler.scale(loss_of(model, rank, 0)).backward()
         scaler.update(1.0)
+    # what would be changed in the middle of a batch that ranks may still skip, in whichever order these are entered
+    loss = loss_of(model, rank, 0)
+    for one, other in (
+        (shardkit.SkipOutOfMemory(model), shardkit.step_in_backward(optimizer)),
+        (shardkit.step_in_backward(optimizer), shardkit.SkipOutOfMemory(model)),
+    ):
+        with pytest.raises(LifecycleError, match="inside of SkipOutOfMemory"), one, other:
+            loss.backward()
     assert all(map(torch.equal, before, numbers(model)))
+    optimizer.zero_grad()
     with shardkit.step_in_backward(optimizer):
         loss_of(model, rank, 0).backward()
         second = loss_of(model, rank, 1)

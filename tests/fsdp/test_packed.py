@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardkit
-from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, sharding_of, summary
+from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
+from shardkit.fsdp.originals import Place
+from shardkit.fsdp.packed import PackedWeight
 from tests.figures.counters import OperationCounter
+from tests.fsdp.test_export import by_root
 from tests.fsdp.test_frozen import LAYERS, WIDTH, Stack, _loss, _sharded
 from tests.pools import rank_pool
 
@@ -153,6 +161,14 @@ def _in_other_ways(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
         half.requires_grad_(True)
     half.requires_grad_(False)
+    for wrap in ("FSDP", "fully_shard", "dtensors"):
+        for p in _sharded(Stack(), wrap, reshard=reshard).parameters():
+            if not p.requires_grad and p.dtype == torch.uint8:
+                assert not p.requires_grad_(False).requires_grad
+                with pytest.raises(ConfigurationError, match=r"weight' was frozen when"):
+                    p.requires_grad_(True)
+                with pytest.raises(ConfigurationError, match=r"weight' was frozen when"):
+                    p.requires_grad = True
     leaf = model.layers[0].base.weight  # type: ignore[union-attr]
     leaf.requires_grad_(True)  # type: ignore[operator]
     with pytest.raises(ConfigurationError, match=r"'base\.weight' was frozen when"):
@@ -165,6 +181,91 @@ def _in_other_ways(rank: int) -> None:
     average.update_parameters(again)
     with pytest.raises(LifecycleError, match="computed with its bytes"):
         _loss(average, 3)
+
+
+class Tied(nn.Module):
+    """A frozen table of words that is the head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.stack = nn.Embedding(50, WIDTH), Stack()
+        self.words.weight.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.words.weight
+        self.stack.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x.abs().sum(1) * 10).long() % 50
+        return self.head(torch.tanh(self.stack(self.words(words))))  # type: ignore[no-any-return]
+
+
+def _tied() -> Tied:
+    torch.manual_seed(3)
+    return Tied()
+
+
+def _with_others(rank: int, wrap: str, packing: Any, world_size: int, folder: str) -> None:
+    """Tied, beside masters on the host, cut unevenly or over replicas; copied, pickled, and through DCP."""
+    options: dict[str, Any] = {"reshard": ReshardPolicy(frozen="packed", packing=packing)}
+    options["offload"] = shardkit.OffloadPolicy(masters=True)
+    if world_size == 4 and wrap == "dtensors":
+        options["mesh"] = init_device_mesh("cpu", (2, 2))
+    elif world_size == 4:
+        options["group"], options["replicas"] = shardkit.hybrid_groups(2)
+
+    def make() -> nn.Module:
+        model = _tied()
+        model.stack = _sharded(model.stack, wrap, **options)  # type: ignore[arg-type, assignment]
+        if wrap == "FSDP":
+            return by_root(model, **options)
+        return fully_shard(model, dtensors=wrap == "dtensors", **options)
+
+    plain, model = _tied(), make()
+    with torch.no_grad():
+        for p in plain.parameters():
+            if not p.requires_grad and p.dim() > 1:
+                p.copy_(_rounded(p, packing))
+
+    def alike(plain: nn.Module, model: nn.Module) -> None:
+        found, expected = dict(sharding_of(model).export()), dict(plain.state_dict())  # under both names
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+    _train((plain, model), rank, world_size, range(3))
+    alike(plain, model)
+    pickled = [pickle.loads(pickle.dumps(model))] if world_size == 3 else []  # refused with replicas
+    for copied in (copy.deepcopy(model), *pickled):
+        trained = copy.deepcopy(plain)
+        _train((trained, copied), rank, world_size, range(3, 4))
+        alike(trained, copied)
+    alike(plain, model)
+    if wrap == "dtensors" and world_size == 3:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+        again = make()
+        with torch.no_grad():
+            for p in again.parameters():
+                p.zero_() if p.requires_grad else None
+        state = get_model_state_dict(again)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(again, state)
+        alike(plain, again)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_packed_weights_with_ties_masters_replicas_and_copies(world_size: int, tmp_path: Path) -> None:
+    for wrap, packing in (("FSDP", "nf4"), ("fully_shard", "int8"), ("dtensors", "nf4")):
+        rank_pool(world_size).run(_with_others, wrap, packing, world_size, str(tmp_path))
+
+
+def test_rows_without_finite_numbers_stay_in_their_blocks() -> None:
+    for packing in ("int8", "nf4"):
+        weight = nn.Parameter(torch.randn(40, 256), requires_grad=False)
+        weight.data[3, 70], weight.data[5, 130] = float("nan"), float("inf")
+        packed = PackedWeight(weight, Place(nn.Linear(1, 1), "weight"), 0, packing)
+        found = packed.unpack(packed.values, torch.empty(weight.numel())).view(40, 256)
+        lost = torch.zeros(40, 256, dtype=torch.bool)
+        for row, start in ((3, 64), (5, 128)):
+            lost[row, slice(None) if packing == "int8" else slice(start, start + 64)] = True
+        assert torch.equal(~found.isfinite(), lost)
 
 
 def test_packed_weights_are_loaded_saved_and_not_trained() -> None:

@@ -18,7 +18,7 @@ def test_parameters() -> None:
         unused, used = Unused(COUNT), set()
         unused.clear(None)
         for had, is_new in notes:
-            unused.note(had, is_new)
+            unused.note(had, itertools.repeat(is_new))
             now = {k for k in range(COUNT) if had[k]}
             used = now if is_new else used | now
             assert unused.originals == [k not in used for k in range(COUNT)]

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from shardkit.types import Tree
-from shardkit.wrapping import policies as wrap_policy
 from shardkit.wrapping.context import WrapContext, wrap_tree
+from shardkit.wrapping.policies import adapt_policy, default_auto_wrap_policy
 
 __all__ = [
     "always_wrap_policy",
@@ -35,7 +35,7 @@ def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
     """Wraps every module of the given types."""
-    return wrap_policy.transformer_auto_wrap_policy(module, recurse, unwrapped_params, transformer_layer_cls)
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def size_based_auto_wrap_policy(
@@ -55,13 +55,10 @@ def size_based_auto_wrap_policy(
         force_leaf_modules: types whose children are never wrapped; default ``FORCE_LEAF_MODULES`` of this function.
         exclude_wrap_modules: types that are never wrapped; default ``EXCLUDE_WRAP_MODULES`` of this function.
     """
-    return wrap_policy.size_based_auto_wrap_policy(
-        module,
-        recurse,
-        unwrapped_params,
-        min_num_params,
-        _by_size.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules,
-        _by_size.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules,
+    leaves = _by_size.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = _by_size.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return default_auto_wrap_policy(
+        module, recurse, unwrapped_params, False, min_num_params, leaves, excluded
     )
 
 
@@ -97,7 +94,7 @@ def recursive_wrap(
     """
     ignored, uncounted = set(ignored_modules), set(ignored_params)
     without = {m: sum(p.numel() for p in set(m.parameters()) & uncounted) for m in module.modules()}
-    policy = wrap_policy.adapt_policy(auto_wrap_policy, module)
+    policy = adapt_policy(auto_wrap_policy, module)
 
     def asked(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
         numel = unwrapped_params - without[module]

@@ -22,7 +22,7 @@ from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import average_gradients, average_together
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
-from shardkit.torch_seams.hooks import BackwardState, tensors_of, watch_outputs
+from shardkit.torch_seams.hooks import BackwardState, tensors_in, watch_outputs
 from shardkit.types import ParamGroup, ProcessGroup, StateDict, Tree
 
 from .gossiper import Gossiper, PushPull, PushSum
@@ -298,7 +298,7 @@ class SlowMoDataParallel(nn.Module):
             self._buffers_sync.changed = True
         outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self._nodes.own is not None or self._push is not None):
-            watch_outputs(tensors_of(outputs), self._backward.on_output)
+            watch_outputs(tensors_in(outputs), self._backward.on_output)
         return outputs
 
     def _after_backward(self) -> None:
