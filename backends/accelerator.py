@@ -150,13 +150,8 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
-    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
-        return self._copied(out, tensor, to_host=True)
-
-    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
-        return self._copied(out, tensor, to_host=False, at_once=at_once)
-
-    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
+    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, at_once: bool = False) -> Copy:
+        to_host = out.device.type == "cpu"
         stream = self._copying.get(to_host)
         if stream is None:
             stream = self._copying[to_host] = torch.Stream(self.device())

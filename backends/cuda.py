@@ -131,7 +131,7 @@ class CudaBackend(AcceleratorBackend):
     def _in_use(
         self, out: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream
     ) -> Sequence[torch.Tensor]:
-        """Nothing: the allocators of the device and of pinned memory know of the stream."""
+        """Does nothing: the allocators of the device and of pinned memory know of the stream."""
         (out if out.is_cuda else tensor).record_stream(stream)
         return ()
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
+from torch import Tensor
 
-from shardkit.backend import Backend
-from shardkit.types import Tree
+from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_members
+from shardkit.errors import ConfigurationError
+from shardkit.types import ProcessGroup, T, Tree
 
 
 class EagerBackend(Backend):
@@ -24,10 +28,10 @@ class EagerBackend(Backend):
         tensor.untyped_storage().resize_(0)
 
     def mark_step(self, *, wait: bool = False) -> None:
-        """Nothing: operations have been run."""
+        """Does nothing: operations have been run."""
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing: operations run in the order of their calls."""
+        """Does nothing: operations run in the order of their calls."""
 
 
 class Host(EagerBackend):
@@ -64,3 +68,127 @@ def set_host_random_states(states: HostRandomStates) -> None:
     random.setstate(states[1])
     if states[2] is not None:
         sys.modules["numpy"].random.set_state(states[2])
+
+
+# ------------------------------------------------------------ imagined ranks
+# Rank 0 of as many as one likes, of which the others don't exist: for plans of models whose tensors have no values.
+class ImaginedBackend(Host):
+    """Meta tensors. Not loaded by name: ``FSDP(model, backend=ImaginedBackend(world_size))``."""
+
+    name = "imagined"
+    device_type = "meta"
+
+    def __init__(self, world_size: int) -> None:
+        self._group = ImaginedGroup(self, range(world_size))
+
+    def is_available(self) -> bool:
+        return True
+
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def group(self, process_group: ProcessGroup = None) -> ImaginedGroup:
+        return self._group
+
+
+class ImaginedGroup(Group):
+    """Carries nothing; what ranks say about themselves is the same on all."""
+
+    def __init__(self, backend: Backend, ranks: Sequence[int]) -> None:
+        self.backend = backend
+        self.ranks = tuple(ranks)
+        self.rank, self.world_size = 0, len(self.ranks)
+
+    def _carry(self, operation: str, tensor: Tensor, async_op: bool, label: str) -> Work:
+        """Does what each collective does."""
+        return DONE
+
+    def channel(self, name: str) -> ImaginedGroup:
+        return self
+
+    def channels(self) -> list[ImaginedGroup]:
+        return []
+
+    def new_group(self, ranks: Sequence[int]) -> ImaginedGroup | None:
+        members = check_members(self, ranks)
+        if self.rank not in members:
+            return None
+        return type(self)(self.backend, [self.ranks[r] for r in members])
+
+    def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
+        return self._carry("all_gather", output, async_op, label)
+
+    def _reduce_scatter(
+        self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
+    ) -> Work:
+        return self._carry("reduce_scatter", input, async_op, label)
+
+    def _all_to_all(
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
+    ) -> Work:
+        return self._carry("all_to_all", input, async_op, label)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
+        return self._carry("all_reduce", tensor, async_op, label)
+
+    def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
+        return self._carry("reduce", tensor, async_op, label)
+
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
+        return self._carry("broadcast", tensor, async_op, label)
+
+    def barrier(self, *, label: str = "") -> None:
+        return
+
+    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
+        return [data] * self.world_size
+
+    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
+        return [obj] * self.world_size
+
+    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
+        return [obj] * self.world_size if dst == self.rank else None
+
+    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
+        return obj
+
+    def agree(self, what: str) -> None:
+        return
+
+    def abort(self, why: str = "") -> None:
+        return
+
+
+@dataclass(frozen=True)
+class RanksInName:
+    """Stands for a process group whose other ranks can't be reached, where only FSDP's structure is wanted."""
+
+    own_rank: int
+    count: int
+
+    def rank(self) -> int:
+        return self.own_rank
+
+    def size(self) -> int:
+        return self.count
+
+
+class GroupInName(ImaginedGroup):
+    """One of several ranks, without the others: it is built with its own values, and all that needs theirs raises."""
+
+    def __init__(self, backend: Backend, ranks: RanksInName) -> None:
+        super().__init__(backend, range(ranks.count))
+        self.rank = ranks.own_rank
+
+    def _carry(self, operation: str, tensor: object, async_op: bool = False, label: str = "") -> NoReturn:
+        raise ConfigurationError(
+            f"rank {self.rank}: {operation}: this process group has {self.world_size} ranks in name only, for an FSDP "
+            "module's structure, and can't communicate; pickle the module and load it in ranks of a process group, or "
+            "give it one (module.process_group = group) of each FSDP module"
+        )
+
+    def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
+        return DONE
+
+    def all_gather_object(self, obj: T, *, label: str = "") -> NoReturn:
+        self._carry("all_gather_object", obj)

@@ -20,7 +20,7 @@ class EndsAtFork(Protocol):
     """Belongs to the process that made it."""
 
     def left_behind(self) -> None:
-        """This process was forked from that one."""
+        """Notes that this process was forked from that one."""
 
 
 _first: list[Callable[[], None]] = []

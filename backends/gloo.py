@@ -42,22 +42,18 @@ def _make_group(
             process_group._get_backend(torch.device("cpu"))
         except RuntimeError as error:
             if dist.get_backend(process_group) == "threaded":
-                return _among_threads(backend, process_group, ranks, rank)
+                # threads, torch's tests' ranks: by connections of our own, for theirs carry no CPU tensors
+                world = dist.distributed_c10d._world
+                store = PrefixStore(
+                    f"shardkit/{world.pg_names[process_group]}", world.pg_map[process_group][1]
+                )
+                connected = connect_gloo(store, rank, len(ranks), timeout_of(process_group, "cpu"))
+                group = C10dGroup(backend, connected, ranks, rank)
+                group.process_group = connected  # nobody else has it
+                return group
             raise ConfigurationError(
                 f"rank {rank}: the process group can't carry CPU tensors ({error}), and nothing here is on another "
                 "device; move the module to the device before it is wrapped, or pass device= or backend= where there "
                 "is such an argument, or make the group with backend 'cpu:gloo,cuda:nccl'"
             ) from error
     return C10dGroup(backend, process_group, ranks, rank)
-
-
-def _among_threads(
-    backend: Backend, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int
-) -> C10dGroup:
-    """Makes a group of threads, torch's tests' ranks, by connections of its own: theirs carry no CPU tensors."""
-    world = dist.distributed_c10d._world
-    store = PrefixStore(f"shardkit/{world.pg_names[process_group]}", world.pg_map[process_group][1])
-    connected = connect_gloo(store, rank, len(ranks), timeout_of(process_group, "cpu"))
-    group = C10dGroup(backend, connected, ranks, rank)
-    group.process_group = connected  # nobody else has it
-    return group

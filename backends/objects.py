@@ -53,16 +53,24 @@ class ObjectsOverTensors(Group):
         received = self._spread(data, sizes[src], src, label)
         return obj if here else pickle.loads(received)
 
+    def _widths(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Returns how many bytes travel for objects of these sizes."""
+        return sizes
+
     def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
-        own, (buffer, everything) = as_tensor(data).to(self.backend.device()), _buffer(self, sum(sizes))
-        self.all_gather_into(everything, own, sizes, label=label)
-        return _parts(buffer, everything, sizes)
+        widths = self._widths(sizes)
+        own = as_tensor(data.ljust(widths[self.rank], b"\0")).to(self.backend.device())
+        buffer, everything = _buffer(self, sum(widths))
+        self.all_gather_into(everything, own, widths, label=label)
+        parts = _parts(buffer, everything, widths)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
+        (width,) = self._widths([size])
         if self.rank == src:
-            self.broadcast(as_tensor(data).to(self.backend.device()), src, label=label)
+            self.broadcast(as_tensor(data.ljust(width, b"\0")).to(self.backend.device()), src, label=label)
             return memoryview(data)
-        buffer, received = _buffer(self, size)
+        buffer, received = _buffer(self, width)
         self.broadcast(received, src, label=label)
         return _parts(buffer, received, [size])[0]
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pickle
 import signal
-import socket
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import cast
+from pathlib import Path
+from typing import IO, cast
 
-from shardkit.backend import Backend, get_backend
+from shardkit.backend import Backend, Pool, get_backend
 from shardkit.errors import CONSEQUENCES, ConfigurationError, RankFailedError
 from shardkit.launching.started import end_with_parent, note
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.watchdog import begin_job, end_job, fail_job
-from .spawning import Name, Pool, environment
 
 _GRACE_SECONDS = 1.0  # in which the cause of a rank's consequence is looked for elsewhere
 
@@ -52,7 +54,11 @@ def _serve(
         while _serve_one(connection, rank):
             pass
     finally:
-        leave_ranks()
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
 
 
 def _serve_one(connection: Connection, rank: int) -> bool:
@@ -101,14 +107,6 @@ def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> Non
     family.group()  # so that a rank which returns without a collective is heard of
 
 
-def leave_ranks() -> None:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------- in the process that starts them
 class RankPool(Pool):
     """``world_size`` rank processes that stay alive between calls.
@@ -119,7 +117,7 @@ class RankPool(Pool):
         backend: one whose ranks are processes ("gloo", "cuda", ...).
         start: makes a process a rank, called with (rank, world_size, address of a store, backend); default: a process
             group of that backend.
-        timeout, start_timeout: as of any :class:`~shardkit.backends.spawning.Pool`.
+        timeout, start_timeout: as of any :class:`~shardkit.backend.Pool`.
         environment: variables set in the ranks.
     """
 
@@ -142,12 +140,7 @@ class RankPool(Pool):
         self._store: object = None  # kept, not asked for anything
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
-        """Calls ``fn(rank, *args)`` on every rank; returns each rank's result.
-
-        Args:
-            fn: an importable function (it travels by name).
-            *args: picklable.
-        """
+        """Calls an importable function (it travels by name) with picklable arguments."""
         call = _packed(fn, args)
         if not self._processes or any(p.exitcode is not None for p in self._processes):
             self._begin()
@@ -161,11 +154,12 @@ class RankPool(Pool):
     def _begin(self) -> None:
         """Starts the ranks. This process holds the store in which they meet, so that it outlives each of them."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.elastic.utils.distributed import get_free_port
 
         self.close()
         store = self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
-        free = _free_port()
+        free = get_free_port()
         with environment(self._environment):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
@@ -308,31 +302,16 @@ def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 # ---------------------------------------------------------------- backends
 class StartsProcesses(Backend):
     """A backend whose ranks are processes."""
 
-    def _launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args,
-        timeout: float | None,
-        start_timeout: float | None,
-    ) -> list[T]:
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
         self._check_ranks(world_size)
         variables = self._environment_of_ranks(world_size)
-        pool = RankPool(
+        return RankPool(
             world_size, self.name, timeout=timeout, start_timeout=start_timeout, environment=variables
         )
-        with pool:
-            return pool.run(fn, *args)
 
     def _check_ranks(self, world_size: int) -> None:
         """Raises ConfigurationError where this machine can't have so many."""
@@ -340,3 +319,137 @@ class StartsProcesses(Backend):
     def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
         """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
         return {}
+
+
+# ------------------------------------------------------------ processes seen from outside
+# What a spawned one gets, its stacks, and how far it gets on.
+# A process may hang long before it runs code of this library: while it imports the program that it was spawned by.
+# multiprocessing first sends a process its name. Unpickling this one needs nothing but Python's standard library, and
+# makes the process write its stacks on a signal.
+#
+# Memory, and how long a process had a core, Linux tells; elsewhere they are not known.
+_SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets to run
+_MOST = 8000  # characters shown
+
+_environment_lock = threading.Lock()
+# An expression, since it travels as such.
+_SETUP = f"""(
+    __import__("faulthandler").register({int(getattr(signal, "SIGUSR1", 0))}, file, True),
+    name,
+)[1]"""
+_SETUP_AT_DEATH = f"""(__import__("faulthandler").enable(file, True), {_SETUP})[1]"""
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of what is spawned within this block."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+class Name(str):
+    """The name of a process whose stacks can be read.
+
+    Attributes:
+        file: takes the stacks; it has no path, so that nothing is left whatever happens.
+    """
+
+    file: IO[bytes]
+    _sent: bool
+    _at_death: bool
+
+    def __new__(cls, text: str, *, at_death: bool = False) -> Name:
+        """``at_death``: the process writes its stacks when a fatal signal ends it, too."""
+        name = super().__new__(cls, text)
+        name.file = tempfile.TemporaryFile()  # noqa: SIM115
+        name._sent, name._at_death = False, at_death
+        return name
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        popen = multiprocessing.context.get_spawning_popen()
+        if popen is None or self._sent or not hasattr(signal, "SIGUSR1"):
+            return str, (str(self),)
+        self._sent = True  # it is part of what is sent after it, too
+        scope = {"file": popen.duplicate_for_child(self.file.fileno()), "name": str(self)}
+        return eval, (_SETUP_AT_DEATH if self._at_death else _SETUP, scope)
+
+    def stacks(self, pid: int | None) -> str:
+        if pid is None or not hasattr(signal, "SIGUSR1"):
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(_SECONDS)
+        return self.written()
+
+    def written(self) -> str:
+        """Returns the end of what it has written so far."""
+        size = os.fstat(self.file.fileno()).st_size
+        written = os.pread(self.file.fileno(), _MOST, max(0, size - _MOST))
+        return written.decode(errors="replace").partition("\nExtension modules: ")[0]
+
+    def close(self) -> None:
+        self.file.close()
+
+
+_SLEEPS = ("S", "T", "t", "Z", "X")  # neither running, nor waiting for a core or a disk
+
+
+def memory() -> tuple[int, int, int]:
+    """Counts this process's bytes in memory now, the most that were, and the machine's; 0 if not known."""
+    now, most = _kilobytes("/proc/self/status", "VmRSS:"), _kilobytes("/proc/self/status", "VmHWM:")
+    return 1024 * now, 1024 * most, 1024 * _kilobytes("/proc/meminfo", "MemTotal:")
+
+
+def _kilobytes(file: str, field: str) -> int:
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)
+
+
+class ProcessTime:
+    """Measures how long a process has had to do something: on a busy machine less than the time that has passed.
+
+    What counts is the time for which it had a core, and that in which it slept. It does not count that others had the
+    cores, or that a disk is slow.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._pid = pid
+        self._start = self._last = time.monotonic()
+        self.cpu = self.slept = 0.0
+
+    def seconds(self) -> float:
+        """Counts up to now; to be asked about once a second."""
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        state, cpu = _state(self._pid)
+        if not state:
+            return now - self._start
+        got, self.cpu = cpu - self.cpu, cpu
+        if state in _SLEEPS:
+            self.slept += max(0.0, passed - got)
+        return self.cpu + self.slept
+
+    def __str__(self) -> str:
+        passed = time.monotonic() - self._start
+        return f"in {passed:.0f} s it had a core for {self.cpu:.1f} s and slept for {self.slept:.1f} s"
+
+
+def _state(pid: int | None) -> tuple[str, float]:
+    """Returns one letter, and the seconds for which it had a core; nothing if that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -39,10 +39,8 @@ from shardkit.types import T
 
 from .accelerator import AcceleratorBackend
 from .c10d.connections import process_group_over
-from .c10d.group import C10dGroup
-from .c10d.payloads import NUMBERS, as_bytes, as_real
+from .c10d.group import NUMBERS, C10dGroup, as_bytes, as_real
 from .c10d.stream_group import StreamGroup, is_even
-from .objects import as_tensor
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 TOPOLOGY = "TORCH_TPU_TOPOLOGY"
@@ -96,7 +94,7 @@ class TpuBackend(AcceleratorBackend):
         except RuntimeError:  # XLA's runtime for another processor has no such memory
             return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, to_host: bool, at_once: bool = False) -> Copy:
+    def _copied(self, out: torch.Tensor, tensor: torch.Tensor, at_once: bool = False) -> Copy:
         """The runtime orders no streams by events yet."""
         out.copy_(tensor)
         return DONE
@@ -145,7 +143,8 @@ class TpuGroup(StreamGroup):
         if self.process_group is not None and len(members) < self.world_size:
             self._check_partition(members)
             others = [r for r in range(self.world_size) if r not in members]
-            parts = [members, *_chunks(others, len(members))]
+            size = len(members)
+            parts = [members, *(others[k : k + size] for k in range(0, len(others), size))]
             members = next(part for part in parts if self.rank in part)
         made = super().new_group(members)
         return made if self.rank in ranks else None  # type: ignore[return-value]
@@ -164,7 +163,7 @@ class TpuGroup(StreamGroup):
             )
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
-        """The group's own connections for all of its ranks; for fewer, a process group that all ranks make at once."""
+        """Returns the group's own connections for all its ranks; for fewer, one that all ranks make at once."""
         process_group = self.of_torch()
         if process_group is not None and len(members) == self.world_size:
             return process_group
@@ -236,19 +235,9 @@ class TpuGroup(StreamGroup):
         everything = self.all_gather_object(obj, label=label)
         return everything if self.rank == dst else None
 
-    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
-        """Pads on the device, cuts on the host."""
-        own = _padded(data, max(sizes)).to(self.backend.device())
-        width = own.numel()
-        everything = torch.empty(self.world_size * width, dtype=torch.uint8, device=own.device)
-        self.all_gather_into(everything, own, label=label)
-        host = _on_host(everything)
-        return [host[r * width : r * width + size] for r, size in enumerate(sizes)]
-
-    def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
-        buffer = _padded(data, size).to(self.backend.device())
-        self.broadcast(buffer, src, label=label)
-        return memoryview(data) if self.rank == src else _on_host(buffer)[:size]
+    def _widths(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Returns a power of two, the same for all."""
+        return [1 << (max(1, *sizes) - 1).bit_length()] * len(sizes)
 
 
 def _then(work: Work, copies: list[tuple[Tensor, Tensor]], async_op: bool) -> Work:
@@ -257,20 +246,3 @@ def _then(work: Work, copies: list[tuple[Tensor, Tensor]], async_op: bool) -> Wo
     if not async_op:
         taken.wait()
     return taken
-
-
-def _chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
-    return [list(ranks[k : k + size]) for k in range(0, len(ranks), size)]
-
-
-def _on_host(data: Tensor) -> memoryview:
-    host = bytearray(data.numel())
-    as_tensor(host).copy_(data)
-    return memoryview(host)
-
-
-def _padded(data: bytearray, size: int) -> Tensor:
-    """On the host, [a power of two that holds ``size`` bytes]."""
-    padded = torch.zeros(1 << (max(1, size) - 1).bit_length(), dtype=torch.uint8)
-    padded[: len(data)].copy_(as_tensor(data))
-    return padded

@@ -10,13 +10,15 @@ nobody has done so is served as torch.accelerator and torch.distributed describe
 from __future__ import annotations
 
 import abc
+import atexit
 import enum
 import importlib
 import importlib.metadata
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +27,8 @@ from .errors import BackendError, ConfigurationError
 from .progress import listen_to_errors
 from .types import AnyCallable, Args, ProcessGroup, T, Timer
 
-__all__ = [
-    "DONE", "Backend", "Group", "ReduceOp", "Work", "WorkThen", "backend_for", "backend_for_device", "backend_of_job",
-    "get_backend", "register_rank_provider",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 F = TypeVar("F", bound=AnyCallable)
 Sizes: TypeAlias = list[int]  # a numel for each rank
@@ -188,10 +188,9 @@ class Group(OutsideGraphs, abc.ABC):
     ) -> Work:
         """Gathers all shards in ``output``, in group order."""
         own, world_size = shard.numel(), self.world_size
-        if (  # as check_parts, which costs a call
-            sizes is None and output.numel() == own * world_size and shard.dtype == output.dtype
-            and output.dim() == shard.dim() == 1 and output.is_contiguous() and shard.is_contiguous()
-        ):  # fmt: skip
+        # as check_parts, which costs a call
+        flat = output.dim() == shard.dim() == 1 and output.is_contiguous() and shard.is_contiguous()
+        if sizes is None and flat and output.numel() == own * world_size and shard.dtype == output.dtype:
             parts = [own] * world_size
         else:
             parts = check_parts(self, "all_gather_into", output, shard, sizes)
@@ -210,10 +209,8 @@ class Group(OutsideGraphs, abc.ABC):
     ) -> Work:
         """Reduces the inputs; each rank gets its part."""
         own, world_size = shard.numel(), self.world_size
-        if (
-            sizes is None and input.numel() == own * world_size and shard.dtype == input.dtype
-            and input.dim() == shard.dim() == 1 and input.is_contiguous() and shard.is_contiguous()
-        ):  # fmt: skip
+        flat = input.dim() == shard.dim() == 1 and input.is_contiguous() and shard.is_contiguous()
+        if sizes is None and flat and input.numel() == own * world_size and shard.dtype == input.dtype:
             parts = [own] * world_size
         else:
             parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
@@ -378,7 +375,7 @@ class Group(OutsideGraphs, abc.ABC):
 def check_parts(
     group: Group, operation: str, whole: Tensor, shard: Tensor, sizes: Sequence[int] | None
 ) -> list[int]:
-    """Returns each rank's numel in ``whole`` [N], of which ``shard`` [S] is this rank's."""
+    """Returns each rank's numel in ``whole`` [N], ``shard`` [S] being this rank's, or raises ConfigurationError."""
     own, rank, world_size = shard.numel(), group.rank, group.world_size
     parts = [own] * world_size if sizes is None else list(sizes)
     fit = len(parts) == world_size and parts[rank] == own and sum(parts) == whole.numel()
@@ -416,7 +413,7 @@ def check_member(group: Group, operation: str, other: int) -> None:
 
 
 def check_members(group: Group, ranks: Sequence[int]) -> list[int]:
-    """Returns the group ranks of a sub-group, in ascending order."""
+    """Returns the group ranks of a sub-group, in ascending order; or raises a ConfigurationError."""
     chosen, world_size = sorted(ranks), group.world_size
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ConfigurationError(
@@ -435,6 +432,44 @@ def size_of(process_group: object) -> int | None:
     """Returns how many ranks an object with ``rank()`` and ``size()`` has; None for all other objects."""
     size = getattr(process_group, "size", None)
     return size() if callable(size) and callable(getattr(process_group, "rank", None)) else None
+
+
+class Pool(abc.ABC):
+    """Ranks that stay alive between calls, and end with this process. A context manager.
+
+    Args:
+        timeout: seconds a call may take; None: no limit.
+        start_timeout: seconds in which the ranks have to be ready; None: no limit.
+    """
+
+    def __init__(self, world_size: int, timeout: float | None, start_timeout: float | None) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
+        self.world_size, self.timeout, self._start_timeout = world_size, timeout, start_timeout
+        _pools.add(self)
+
+    @abc.abstractmethod
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
+        """Calls ``fn(rank, *args)`` on every rank; returns results in rank order."""
+
+    @abc.abstractmethod
+    def close(self, kill: bool = False) -> None:
+        """Ends the ranks; with ``kill`` at once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(kill=error is not None)
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools):
+        pool.close(kill=True)
 
 
 class Backend(abc.ABC):
@@ -503,14 +538,16 @@ class Backend(abc.ABC):
 
         Until it is done or was waited for, neither may change.
         """
-        out.copy_(tensor)
-        return DONE
+        return self._copied(out, tensor)
 
     def copy_up(self, out: Tensor, tensor: Tensor, *, at_once: bool = False) -> Copy:
         """Copies pinned memory to the device, as :meth:`copy_down` does.
 
         With ``at_once`` nothing that is computed now uses ``out``, and nothing has to come first.
         """
+        return self._copied(out, tensor, at_once)
+
+    def _copied(self, out: Tensor, tensor: Tensor, at_once: bool = False) -> Copy:
         out.copy_(tensor)
         return DONE
 
@@ -529,7 +566,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def tie(self, tensors: Sequence[Tensor]) -> None:
-        """Whatever uses one of these from now on comes after all of them, where a compiler decides; else nothing.
+        """Orders, where a compiler decides, whatever uses one of these from now on after all of them; else nothing.
 
         Values stay the same. Tensors on other devices are left out.
         """
@@ -558,16 +595,11 @@ class Backend(abc.ABC):
             BackendError: this backend starts no ranks, or its library is not installed.
             ConfigurationError: the machine can't have so many ranks.
         """
-        return self._launch(fn, world_size, args, timeout, start_timeout)
+        with self._pool(world_size, timeout, start_timeout) as pool:
+            return pool.run(fn, *args)
 
-    def _launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args,
-        timeout: float | None,
-        start_timeout: float | None,
-    ) -> list[T]:
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
+        """Makes ranks; they may begin with the first call."""
         raise BackendError(f"ranks of backend {self.name!r} can't be launched; use backend='simulated'")
 
 

@@ -258,7 +258,7 @@ _OPTION = "option"
 
 
 def option_facts(**options: object) -> list[tuple[str, object]]:
-    """Options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
+    """Returns options as facts for :func:`check_same_everywhere`, in text; those of a dataclass one by one."""
     facts: list[tuple[str, object]] = []
     for name, value in options.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -283,7 +283,7 @@ def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
 def group_facts(
     groups: Sequence[ParamGroup], first: int, of_rank: Container[str] = ()
 ) -> list[tuple[str, object]]:
-    """Options of the param groups from this one on."""
+    """Returns options of the param groups from this one on."""
     facts = []
     for index, group in enumerate(groups[first:], first):
         options = options_of(group, of_rank)
@@ -321,11 +321,11 @@ class AgreedOptions:
         self._known: list[StateDict] | None = None
 
     def note(self, groups: Sequence[ParamGroup]) -> None:
-        """These are the same everywhere: all ranks have compared them, or come from a step that they made together."""
+        """Notes that these are the same everywhere: ranks have compared them, or come from a step that all made."""
         self._known = _snapshot(groups, self._of_rank)
 
     def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
-        """Before a step."""
+        """Compares them before a step."""
         now, known = _snapshot(groups, self._of_rank), self._known
         if known is None or now == known or group.world_size == 1:
             return
@@ -350,7 +350,7 @@ class AgreedGradients:
         self._are_whole = True
 
     def check(self, group: Group, params: Sequence[nn.Parameter], owned: Sequence[bool]) -> None:
-        """Before a step, of whose gradients nothing else is known.
+        """Compares them before a step, of whose gradients nothing else is known.
 
         Args:
             owned: which of them this rank updates.

@@ -101,7 +101,7 @@ class SegmentLayout:
 
 
 def alignment(itemsize: int) -> int:
-    """Elements of so many bytes between addresses at which devices copy and compute fastest."""
+    """Returns the elements of so many bytes between addresses at which devices copy and compute fastest."""
     return max(1, _ALIGNED // itemsize)
 
 
@@ -124,7 +124,7 @@ def segment_layout(
 
 
 def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
-    """Consecutive items filled into buckets of at most ``cap`` elements; a larger item gets its own.
+    """Fills consecutive items into buckets of at most ``cap`` elements; a larger item gets its own.
 
     ``cap=0`` puts every item in a bucket of its own.
     """
@@ -182,7 +182,7 @@ class ShardLayout:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Numel of each rank's part, [W], if parts differ in size."""
+        """Returns the numel of each rank's part, [W], if parts differ in size."""
         if self.cuts is None:
             return None
         return [end - begin for begin, end in zip((0, *self.cuts), self.cuts, strict=False)]
@@ -196,7 +196,7 @@ class ShardLayout:
         return slice(self.cuts[rank - 1] if rank else 0, self.cuts[rank])
 
     def is_copied(self, item: int) -> bool:
-        """Whether every rank's part has the whole item."""
+        """Says whether every rank's part has the whole item."""
         return self.copies
 
     def padding(self, rank: int) -> int:
@@ -320,7 +320,7 @@ class PackedLayout(ShardLayout):
 
 
 def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
-    """Items of one layout each (and one item) as one flat parameter."""
+    """Lays out items of one layout each (and one item) as one flat parameter."""
     if len(each) == 1:
         return replace(each[0], grains=None)  # it is listed as packed ones are
     starts = accumulate([one.padded_numel for one in each], initial=0)
@@ -366,7 +366,7 @@ def aligned_shards(shapes: Sequence[Sequence[int]], world_size: int, align: Alig
 
 
 def _cut_between_rows(numels: tuple[int, ...], rows: Sequence[int], world_size: int) -> ShardLayout:
-    """An item begins so that the next cut is at one of its rows; two cuts within an item are whole rows apart."""
+    """Places items so that the next cut is at one of an item's rows; two cuts within it are whole rows apart."""
     even = max(1, -(-sum(numels) // world_size))
     step = math.lcm(*[row for row, numel in zip(rows, numels, strict=True) if numel > even])
     size = rounded_up(even, step)
@@ -387,7 +387,7 @@ _FEW = 64  # elements a rank, as long as that is less than a quarter of a unit
 
 @functools.lru_cache(maxsize=256)  # a model has many units of the same shapes
 def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int = 1) -> ShardLayout:
-    """Items as one flat parameter whose cuts are between rows (of the first dimension), so that a rank has whole ones.
+    """Lays out items as one flat parameter whose cuts are between rows (of the first dimension): ranks have whole ones.
 
     Items may change places, since fewer gaps are needed then: as they come, long rows first, or short rows first,
     whichever pads least. Vectors are cut anywhere. Where rows are so long that more than 0.6 % (and some elements a

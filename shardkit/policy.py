@@ -211,5 +211,5 @@ class OffloadPolicy:
 
     @property
     def on_host(self) -> bool:
-        """Whether the shards are."""
+        """Says whether the shards are."""
         return self.parameters or self.masters

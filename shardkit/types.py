@@ -55,7 +55,7 @@ class Timer(Protocol):
         """Notes when the device comes to where its current stream is now."""
 
     def seconds(self, first: object, second: object) -> float:
-        """Between two marks that the device has passed."""
+        """Measures what is between two marks that the device has passed."""
 
 
 class Context(FunctionCtx):

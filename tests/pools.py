@@ -216,7 +216,7 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     if before != _file and len(os.listdir("/proc/self/task")) > MANY_THREADS:
         import torch.distributed as dist
 
-        from shardkit.internal.parallel import _groups
+        from shardkit.internal.params import _groups
 
         everyone = dist.group.WORLD
         kept = {everyone, *_groups.get(everyone, {}).values()}

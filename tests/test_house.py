@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_990  # of all source; to be lowered with each release
+LINES = 65_190  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_770,
-    "compat": 10_177,
-    "shardkit": 2_285,  # the files right there
+    "backends": 7_500,
+    "compat": 9_672,
+    "shardkit": 2_325,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_745,
+    "shardkit/fsdp": 10_810,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
-    "shardkit/model_parallel": 1_610,
+    "shardkit/model_parallel": 1_550,
     "shardkit/optimizer_state": 1_165,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_960,
-    "shardkit/pipeline": 1_550,
-    "shardkit/reduction": 1_590,
-    "shardkit/tools": 8_370,
-    "shardkit/torch_seams": 1_235,
+    "shardkit/pipeline": 1_535,
+    "shardkit/reduction": 1_565,
+    "shardkit/tools": 8_090,
+    "shardkit/torch_seams": 1_260,
     "shardkit/tracing": 1_670,
-    "shardkit/training": 4_660,
+    "shardkit/training": 4_667,
     "shardkit/wrapping": 830,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -84,8 +84,10 @@ def process_group_over(
 
 
 def _devices() -> list[dist.ProcessGroupGloo.Device]:
-    """The network interfaces that torch's own gloo groups use. One device serves one group: pairs of ranks that are
-    connected on demand are told apart by rank alone."""
+    """Returns the network interfaces that torch's own gloo groups use.
+
+    One device serves one group: pairs of ranks that are connected on demand are told apart by rank alone.
+    """
     on_demand = True if sys.platform == "linux" else None  # gloo's other transports have no such thing
     gloo = dist.ProcessGroupGloo
     names = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]

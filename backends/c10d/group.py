@@ -2,15 +2,25 @@
 
 The C++ process group is called directly: ``torch.distributed``'s functions spend ten and more Python calls on each
 collective. Names of that class that differ between torch versions are avoided.
+
+[Note: call order] Whatever arrives is given to whoever waits in the same place of a channel. If ranks are in different
+calls there, gloo takes bytes of one for the other's, or ends the process where there are more than were expected. Where
+calls have one order on all ranks (gathers: each is waited for before the next can matter), a channel keeps that order.
+Having issued the same calls so far, all ranks predict the same next one: what followed the last time. A call that was
+predicted is issued at once. Any other is issued when all ranks have said, in the store, that it is their next one too.
+So ranks that part wait for each other before a wrong byte is sent: one in the predicted call and one for an agreement,
+or each for another agreement, which the watch finds. A step that is like the one before it costs a comparison a call.
 """
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import functools
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeAlias
 
 import torch
@@ -23,19 +33,223 @@ from shardkit.backend import DONE, Backend, ReduceOp, Sizes, Work, check_members
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
-from ..diagnosis.calls import AGREEMENT, Call, CallFacts
-from ..diagnosis.job_store import NoAnswer
-from ..diagnosis.stack_report import uncounted
-from ..diagnosis.watchdog import Watch
+from ..diagnosis.stack_report import AGREEMENT, Call, CallFacts, uncounted
+from ..diagnosis.watchdog import STORE_THREAD, NoAnswer, Watch
+from ..eager import GroupInName, RanksInName
 from ..forked import Refusing, belongs_here, check_process_group, refusal
-from ..imagined import GroupInName, RanksInName
 from ..objects import ObjectsOverTensors
-from .call_order import ORDERED_CHANNELS, Agreement, CallOrder, Key
 from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
-from .payloads import NUMBERS, Accumulate, Finish, ReduceScatterPlan, as_bytes, as_real
 
-SLICE = datetime.timedelta(seconds=2)  # a wait that is no longer costs nothing
-_LOOK = datetime.timedelta(seconds=1)  # between looks afterwards
+# ------------------------------------------------------------ tensors on their way
+# In the form in which a library takes them, and what a rank does by itself around what gloo carries.
+# Legend: W world size, S one rank's shard numel.
+NUMBERS = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.int8,
+    }
+)
+"""Dtypes that every library knows; everything else (int16, unsigned 16 to 64 bits, float8, complex numbers) travels as
+bytes."""
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, [2 * numel], in the same memory: no library knows complex numbers."""
+    return torch.view_as_real(tensor.detach()).view(-1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Views a contiguous tensor as its bytes, [numel * itemsize]."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+# Elements that would arrive at once in a reduce-scatter; above, ranks exchange in rounds.
+ROUNDS_ABOVE = 2**18
+
+
+class ReduceScatterPlan:
+    """Says how the parts of a reduce-scatter travel, for one set of sizes.
+
+    Attributes:
+        in_rounds: whether what arrives is too much to hold at once.
+        partners: in each round, the rank to send to and the one to receive from.
+    """
+
+    __slots__ = ("in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes")
+
+    def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
+        self.own = sizes[rank]
+        self.numel = sum(sizes)
+        self.sizes = list(sizes)
+        self.send = list(sizes)
+        self.receive = [self.own] * len(sizes)
+        world_size = len(sizes)
+        if world_size == 2:
+            self.send[rank] = self.receive[rank] = 0
+        self.largest = max(sizes)
+        self.in_rounds = world_size > 2 and world_size * self.largest > ROUNDS_ABOVE
+        self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
+
+
+def accumulate(
+    shard: torch.Tensor, local: torch.Tensor | None, received: torch.Tensor, op: ReduceOp, world_size: int
+) -> None:
+    """Adds up what arrived, in rank order.
+
+    Args:
+        shard: the result, [S].
+        local: this rank's own part where it did not travel, [S].
+        received: the parts that arrived, [W * S] or, with ``local``, [S]; this may be ``shard``.
+    """
+    if not shard.numel():
+        return
+    if local is None:
+        parts = received.view(world_size, shard.numel())
+        if op is ReduceOp.MAX or op is ReduceOp.MIN:
+            torch.amax(parts, 0, out=shard) if op is ReduceOp.MAX else torch.amin(parts, 0, out=shard)
+            return
+        torch.sum(parts, 0, dtype=shard.dtype, out=shard)
+    elif op is ReduceOp.MAX:
+        torch.maximum(local, received, out=shard)
+    elif op is ReduceOp.MIN:
+        torch.minimum(local, received, out=shard)
+    else:
+        torch.add(local, received, out=shard)
+    if op is ReduceOp.AVG:
+        shard.div_(world_size)
+
+
+def finish(tensor: torch.Tensor, wire: torch.Tensor, divisor: int) -> None:
+    """Divides an average, and copies back where the tensor could not travel as it is."""
+    with torch.no_grad():
+        if divisor > 1:
+            wire.div_(divisor)
+        if wire is not tensor:
+            tensor.copy_(wire)
+
+
+# ------------------------------------------------------------ the order of calls
+Key = tuple[str, int, str]  # operation, numel, label
+
+ORDERED_CHANNELS = ("parameters",)
+_LONGEST = 4096  # calls that are remembered
+_CONTEXT = 32  # calls that tell which of several earlier places this one is like
+
+
+class CallOrder:
+    """Predicts calls from earlier ones; deterministic, so that ranks that have issued the same predict the same.
+
+    Attributes:
+        history: the calls so far, and
+        next: the place in it of the call that is predicted; the caller moves it on, and appends, when it comes true.
+    """
+
+    def __init__(self) -> None:
+        self.history: list[Key] = []
+        self.next = 0
+
+    def expects(self, key: Key) -> bool:
+        """Says whether this call was predicted; then it is noted."""
+        history, at = self.history, self.next
+        if at < len(history) and history[at] == key:
+            history.append(history[at])
+            self.next = at + 1
+            if len(history) > 2 * _LONGEST:
+                self._forget()
+            return True
+        return False
+
+    def turn(self, key: Key) -> None:
+        """Notes a call that was not predicted."""
+        self.history.append(key)
+        if len(self.history) > 2 * _LONGEST:
+            self._forget()
+        self.next = self._place_like_this()
+
+    def _forget(self) -> None:
+        del self.history[:_LONGEST]
+        self.next = max(0, self.next - _LONGEST)
+
+    def _place_like_this(self) -> int:
+        """Finds what follows the earlier place that the most calls lead to as they led here; the latest of those."""
+        history = self.history
+        last, best, found = len(history) - 1, 0, len(history)
+        for j in range(last - 1, -1, -1):
+            if history[j] != history[last]:
+                continue
+            alike = 1
+            while alike < _CONTEXT and alike <= j and history[j - alike] == history[last - alike]:
+                alike += 1
+            if alike > best:
+                best, found = alike, j + 1
+                if alike == _CONTEXT:
+                    break
+        return found
+
+
+_LATE = 1.0  # seconds beyond its time that a poll may take
+_PAUSES = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # seconds between looks
+
+
+class Agreement:
+    """All ranks say that they are about to do the same; has the form of a work of torch.distributed.
+
+    Args:
+        channel: whose calls it is about.
+        number: counts the channel's agreements.
+        key: what this rank is about to do.
+    """
+
+    def __init__(
+        self, store: Store, channel: str, number: int, key: Key, world_size: int, timeout: timedelta
+    ) -> None:
+        self._store = store
+        self._place = f"shardkit/agreement/{channel}"
+        self._done = f"{self._place}/{number}/all"
+        self._completed = False
+        STORE_THREAD.ask(lambda: self._say(number, key, world_size), timeout.total_seconds(), patient=True)
+
+    def _say(self, number: int, key: Key, world_size: int) -> None:
+        store = self._store
+        mine = f"{self._place}/{number}/{zlib.crc32(repr(key).encode())}"
+        if store.add(mine, 1) == world_size:
+            store.set(self._done, "")
+            if number > 1:  # all have come here, so nobody looks at those before any more
+                store.delete_key(f"{self._place}/{number - 1}/all")
+            store.delete_key(mine)
+
+    def is_completed(self) -> bool:
+        """Says whether a wait has seen it."""
+        return self._completed
+
+    def wait(self, timeout: timedelta = timedelta()) -> None:
+        """Raises RuntimeError when the time is over."""
+        seconds = timeout.total_seconds()
+        until = time.monotonic() + seconds
+        with contextlib.suppress(NoAnswer):
+            self._completed = STORE_THREAD.ask(lambda: self._poll(until), seconds + _LATE, patient=True)
+        if not self._completed:
+            raise RuntimeError("the agreement timed out")
+
+    def _poll(self, until: float) -> bool:
+        looks = 0
+        while not self._store.check([self._done]):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_PAUSES[min(looks // 8, len(_PAUSES) - 1)])
+            looks += 1
+        return True
+
+
+# ------------------------------------------------------------ works and groups
+SLICE = timedelta(seconds=2)  # a wait that is no longer costs nothing
+_LOOK = timedelta(seconds=1)  # between looks afterwards
 _WARN_SECONDS = 30.0
 _TOKEN = torch.zeros(1)
 _PROBE_TAG = 0x5AFD
@@ -73,7 +287,7 @@ class TorchWork(Protocol):
 
     def is_completed(self) -> bool: ...
 
-    def wait(self, timeout: datetime.timedelta = ..., /) -> object: ...
+    def wait(self, timeout: timedelta = ..., /) -> object: ...
 
 
 class C10dWork(Work):
@@ -266,7 +480,7 @@ class C10dGroup(ObjectsOverTensors):
         return work
 
     def abort(self, why: str = "the rank gave up") -> None:
-        """Ranks that wait for this one hear why it has left, unless it goes on to issue something."""
+        """Lets ranks that wait for this one hear why it has left, unless it goes on to issue something."""
         self._watch.give_up(why)
 
     # ------------------------------------------------------------ collectives
@@ -331,7 +545,7 @@ class C10dGroup(ObjectsOverTensors):
             work = self.process_group.alltoall_base(received, other, plan.receive, plan.send)
         except RuntimeError as error:
             self._raise(error, Call(self._name, self._sequence + 1, "reduce_scatter_into", plan.numel, label))
-        after = Accumulate(shard, local, received, op, self.world_size)
+        after = functools.partial(accumulate, shard, local, received, op, self.world_size)
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def _reduce_scatter_in_rounds(
@@ -354,7 +568,8 @@ class C10dGroup(ObjectsOverTensors):
                 work = self._start(self.process_group.alltoall_base, arrived, sent, receive, send)
                 is_last_partner = source == plan.partners[-1][1]
                 divisor = self.world_size if is_last_partner else 2
-                after = Accumulate(result, local, arrived, op if is_last_partner else part_op, divisor)
+                reduction = op if is_last_partner else part_op
+                after = functools.partial(accumulate, result, local, arrived, reduction, divisor)
                 is_last = is_last_partner and first + PIECE >= plan.largest
                 done = self._issue(
                     [work], "reduce_scatter_into", plan.numel, label, async_op and is_last, after
@@ -368,11 +583,13 @@ class C10dGroup(ObjectsOverTensors):
         if self.process_group is None:
             output.copy_(input)
             return DONE
-        if input.is_complex():
-            come, go = [2 * n for n in come], [2 * n for n in go]
-            output, input = as_real(output), as_real(input)
+        numel = input.numel()
+        if input.dtype not in self._dtypes:
+            size = input.element_size()
+            come, go = [n * size for n in come], [n * size for n in go]
+            output, input = as_bytes(output), as_bytes(input)
         work = self._start(self.process_group.alltoall_base, output, input, come, go)
-        return self._issue([work], "all_to_all", input.numel(), label, async_op)
+        return self._issue([work], "all_to_all", numel, label, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         if self.process_group is None or not tensor.numel():
@@ -414,10 +631,10 @@ class C10dGroup(ObjectsOverTensors):
     def _check_sum(self, operation: str, tensor: Tensor) -> None:
         """Raises for numbers that the library can't add up."""
 
-    def _back(self, tensor: Tensor, wire: Tensor, op: ReduceOp = ReduceOp.SUM) -> Finish | None:
+    def _back(self, tensor: Tensor, wire: Tensor, op: ReduceOp = ReduceOp.SUM) -> After:
         """Returns what is left to do for means, and for tensors that could not travel as they are."""
         divisor = self.world_size if op is ReduceOp.AVG and self._ops is OPS else 1
-        return None if wire is tensor and divisor == 1 else Finish(tensor, wire, divisor)
+        return None if wire is tensor and divisor == 1 else functools.partial(finish, tensor, wire, divisor)
 
     def barrier(self, *, label: str = "") -> None:
         if self.process_group is not None:
@@ -453,7 +670,7 @@ class C10dGroup(ObjectsOverTensors):
             if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
                 self._probe(call)
             try:
-                work.wait(min(_LOOK, datetime.timedelta(seconds=max(0.1, limit - waited))))
+                work.wait(min(_LOOK, timedelta(seconds=max(0.1, limit - waited))))
                 self._watch.arrived()
                 return
             except RuntimeError as again:

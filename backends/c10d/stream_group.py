@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,12 @@ from torch._C._distributed_c10d import Store
 
 from shardkit.backend import DONE, ReduceOp, Sizes, Work
 from shardkit.errors import ConfigurationError
+from shardkit.types import Tree
 
-from ..diagnosis.calls import Call, CallFacts
+from ..diagnosis.stack_report import Call, CallFacts
 from ..diagnosis.watchdog import Watch
-from .connections import Connected, process_group_over
-from .group import OPS, After, C10dGroup, C10dWork, TorchWork
-from .payloads import NUMBERS, as_bytes, as_real
+from .connections import process_group_over
+from .group import NUMBERS, OPS, After, C10dGroup, C10dWork, TorchWork, as_bytes, as_real
 
 _OPS = {**OPS, ReduceOp.AVG: dist.ReduceOp(dist.ReduceOp.AVG)}
 
@@ -120,17 +119,6 @@ class StreamGroup(C10dGroup):
             work = self._start(self.process_group.reduce_scatter, [shard], [pieces], options)
         return self._issue([work], "reduce_scatter_into", input.numel(), label, async_op)
 
-    def _all_to_all(
-        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
-    ) -> Work:
-        numel = input.numel()
-        if input.dtype not in _DTYPES:
-            size = input.element_size()
-            come, go = [n * size for n in come], [n * size for n in go]
-            output, input = as_bytes(output), as_bytes(input)
-        work = self._start(self.process_group.alltoall_base, output, input, come, go)
-        return self._issue([work], "all_to_all", numel, label, async_op)
-
     def barrier(self, *, label: str = "") -> None:
         """Blocks the host until all ranks are here and their earlier work on the current streams is done."""
         # not the library's own barrier: NCCL's guesses a device from the rank
@@ -159,9 +147,33 @@ class LibraryGroup(StreamGroup):
     """
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+        """Connects the ranks that call this alone, as torch.distributed.new_group does it for all."""
         rank, size = members.index(self.rank), len(members)
-        global_ranks = [self.ranks[r] for r in members]
-        kind, connected = _connected(_library_of(self), store, rank, size, self._timeout, global_ranks, name)
+        # what serves the device in the process group that channels and sub-groups are made from
+        config = dist.get_backend_config(self._root.of_torch())
+        library = dict(pair.split(":") for pair in config.split(","))[self.backend.device_type]
+        plugin = dist.Backend._plugins.get(library.upper())
+        kind: Tree = dist.ProcessGroup.BackendType.CUSTOM
+        if plugin is None:
+            kind = getattr(dist.ProcessGroup.BackendType, library.upper(), None)
+            made = getattr(dist, f"ProcessGroup{library.upper()}", None)
+            if kind is None or made is None:
+                raise ConfigurationError(
+                    f"torch.distributed does not say how connections of {library!r} are made; use a library that is "
+                    "registered with torch.distributed.Backend.register_backend"
+                )
+            options = made.Options()
+            options._timeout = self._timeout
+            connected = made(store, rank, size, options)
+        elif plugin.extended_api:
+            options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
+            options.store, options.group_rank, options.group_size = store, rank, size
+            options.timeout = self._timeout
+            options.global_ranks_in_group = [self.ranks[r] for r in members]
+            options.group_id = f"shardkit/{library}/{name}"
+            connected = plugin.creator_fn(options, None)
+        else:
+            connected = plugin.creator_fn(store, rank, size, self._timeout)
         if isinstance(connected, dist.ProcessGroup):  # of a library that is written in Python
             return connected
         return process_group_over(connected, kind, store, rank, size, torch.device(self.backend.device_type))
@@ -172,41 +184,3 @@ class LibraryGroup(StreamGroup):
         if isinstance(own, dist.ProcessGroup):
             with contextlib.suppress(RuntimeError):  # not every library has it
                 own.shutdown()
-
-
-def _library_of(group: C10dGroup) -> str:
-    """Returns the name of what serves the device in the process group that channels and sub-groups were made from."""
-    config = dist.get_backend_config(group._root.of_torch())
-    return dict(pair.split(":") for pair in config.split(","))[group.backend.device_type]
-
-
-def _connected(
-    library: str,
-    store: Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    global_ranks: Sequence[int],
-    name: str,
-) -> tuple[dist.ProcessGroup.BackendType, Connected]:
-    """Connects the ranks that call this alone, as torch.distributed.new_group does it for all."""
-    plugin = dist.Backend._plugins.get(library.upper())
-    if plugin is None:
-        kind = getattr(dist.ProcessGroup.BackendType, library.upper(), None)
-        made = getattr(dist, f"ProcessGroup{library.upper()}", None)
-        if kind is None or made is None:
-            raise ConfigurationError(
-                f"torch.distributed does not say how connections of {library!r} are made; use a library that is "
-                "registered with torch.distributed.Backend.register_backend"
-            )
-        options = made.Options()
-        options._timeout = timeout
-        return kind, made(store, rank, size, options)
-    custom = dist.ProcessGroup.BackendType.CUSTOM
-    if not plugin.extended_api:
-        return custom, plugin.creator_fn(store, rank, size, timeout)
-    options = dist.distributed_c10d._DistributedBackendOptions()  # type: ignore[attr-defined]
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.global_ranks_in_group = timeout, list(global_ranks)
-    options.group_id = f"shardkit/{library}/{name}"
-    return custom, plugin.creator_fn(options, None)

@@ -18,25 +18,150 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import os
 import sys
 import sysconfig
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .calls import AGREEMENT, Call, CallFacts, place_of
+from shardkit.types import StateDict
 
+# ------------------------------------------------------------ calls, as their callers see them
+AGREEMENT = "(agreement on the next call)"  # ends the names of channels in which nothing is sent
+_FREE_SIZES = ("all_to_all",)  # ranks may send different numbers of elements
+
+
+CallFacts = tuple[str, int, str, int, str]  # a call as it is noted: what a Call has
+
+
+class Call(NamedTuple):
+    """A collective as its caller sees it."""
+
+    channel: str
+    sequence: int  # counts calls in the channel
+    operation: str
+    numel: int
+    label: str
+
+    def describe(self) -> str:
+        what = f" ({self.label})" if self.label else ""
+        size = f" of {self.numel} elements" if self.numel else ""
+        return f"{self.operation}{size}{what}, call {self.sequence} of channel {self.channel!r}"
+
+    def meets(self, other: Call) -> bool:
+        """Says whether two ranks' calls of the same number in the same channel can work together."""
+        if self.channel.endswith(AGREEMENT):
+            return self[2:] == other[2:]
+        same_size = self.numel == other.numel or self.operation in _FREE_SIZES
+        return self.operation == other.operation and same_size
+
+
+class WaitReport(NamedTuple):
+    """Published by a rank that waits, or has left."""
+
+    beat: int  # counts its reports
+    waits: Call | None  # None: it has left
+    issued: dict[str, int]  # how many calls in each channel
+    recent: list[Call]  # the last ones of all channels
+    job: int  # counts the functions it was launched for
+
+    @classmethod
+    def of(cls, entry: StateDict) -> WaitReport:
+        waits = Call(*entry["waits"]) if entry["waits"] else None
+        recent = [Call(*call) for call in entry["recent"]]
+        return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])
+
+    def has_issued(self, call: Call) -> bool:
+        return self.issued.get(call.channel, 0) >= call.sequence
+
+    def contradiction(self, call: Call) -> Call | None:
+        """Returns what this rank issued in the place of another rank's ``call``, if they can't meet."""
+        place = call[:2]
+        return next((c for c in self.recent if c[:2] == place and not c.meets(call)), None)
+
+
+# ------------------------------------------------------------ where a program is when it communicates
+_OURS = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))  # shardkit, or a checkout
+_PACKAGES = tuple(os.path.join(_OURS, name) + os.sep for name in ("shardkit", "backends", "compat"))
+_EXAMPLES = os.sep + os.path.join("shardkit", "examples") + os.sep
+_TORCH = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+_PYTHON = os.path.realpath(sysconfig.get_paths()["stdlib"]) + os.sep
+_SITE = os.sep + "site-packages" + os.sep
+
+
+class SourceLine(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.file
+        inside = "" if self.function == "<module>" else f" in {self.function}"
+        return f"{_shortened(self.file)}:{self.line}{inside}"
+
+
+@functools.cache
+def _kind(file: str) -> int:
+    """0: the program's own; 1: a library's that it uses; 2: torch's, Python's and ours."""
+    path = os.path.realpath(file)
+    if file == "<string>":
+        return 1  # written by a library, as dataclasses do
+    if _EXAMPLES in path:
+        return 0
+    if file.startswith("<frozen") or path.startswith(_TORCH):
+        return 2
+    if path.startswith(_PACKAGES) or (_SITE + "shardkit" + os.sep) in path:
+        return 2
+    if _SITE in path:
+        return 1
+    return 2 if path.startswith(_PYTHON) else 0
+
+
+@functools.cache
+def _shortened(file: str) -> str:
+    near = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if near.startswith(os.pardir) else near
+
+
+def place_of(frame: FrameType | None) -> SourceLine:
+    """Returns the innermost line from ``frame`` outwards that is the program's, or else a library's."""
+    found, kind = _innermost(() if frame is None else traceback.walk_stack(frame))
+    return found if kind < 2 else SourceLine("(no line of the program's)", 0, "<module>")
+
+
+def here() -> SourceLine:
+    """Finds the line of the caller's thread."""
+    return place_of(sys._getframe(1))
+
+
+def place_of_error(error: BaseException) -> SourceLine:
+    """Returns the innermost line that an exception passed: the program's, or else a library's, or else any."""
+    return _innermost([*traceback.walk_tb(error.__traceback__)][::-1])[0]
+
+
+def _innermost(stack: Iterable[tuple[FrameType, int]]) -> tuple[SourceLine, int]:
+    """Returns the first line of the least kind, and that."""
+    kinds = ((_kind(frame.f_code.co_filename), frame, line) for frame, line in stack)
+    best = min(kinds, key=lambda at: at[0], default=None)
+    if best is None:
+        return SourceLine("(nowhere)", 0, "<module>"), 2
+    kind, frame, line = best
+    return SourceLine(frame.f_code.co_filename, line, frame.f_code.co_name), kind
+
+
+# ------------------------------------------------------------ a thread at one moment
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _BACKENDS = os.path.dirname(os.path.dirname(__file__))
-_TORCH, _PYTHON = os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"]
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
 _WAITS = os.path.join("c10d", "group.py")  # the file whose frames wait in our collectives
@@ -100,7 +225,7 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
 
 
 def others_in_collectives() -> bool:
-    """Whether another thread of this process is inside of torch.distributed, and may come where this one does not."""
+    """Says whether another thread of this process is in torch.distributed, and may come where this one does not."""
     here = threading.get_ident()
     return any(f.f_code.co_filename == _C10D for t, f in sys._current_frames().items() if t != here)
 
@@ -134,7 +259,7 @@ def issued_of_torch() -> dict[str, int]:
 
 # ---------------------------------------------------------------- reading a stack, innermost frame first
 def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
-    """Operation, group and peer of the collective that the innermost frame waits in."""
+    """Returns operation, group and peer of the collective that the innermost frame waits in."""
     if frames[0].f_code.co_filename != _C10D:
         return _waited_work(frames[0])
     operation, group, peer = "", "", -1
@@ -165,7 +290,7 @@ def _waited_work(frame: FrameType) -> tuple[str, str, int]:
 
 
 def _called(frame: FrameType) -> str:
-    """Name of the attribute that the frame calls now."""
+    """Returns the name of the attribute that the frame calls now."""
     name = ""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset >= frame.f_lasti:
@@ -176,9 +301,9 @@ def _called(frame: FrameType) -> str:
 
 
 def _where(frames: list[FrameType]) -> str:
-    """Returns the innermost line that is the user's: neither torch's nor Python's own."""
-    own = next((f for f in frames if not f.f_code.co_filename.startswith((_TORCH, _PYTHON))), frames[0])
-    return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
+    """Returns the innermost line that is the program's, or else a library's, or else any."""
+    place, _ = _innermost((frame, frame.f_lineno) for frame in frames)
+    return f"{place.file}:{place.line} in {place.function}"
 
 
 def _handled(thread: int) -> BaseException | None:
@@ -199,6 +324,7 @@ class StackReport(NamedTuple):
         left: why it will not come, in its own words.
         raised: the last error of what all ranks do together, if it has issued nothing since.
         unfinished: what it has begun.
+        at: where it stands.
         recent: the last calls of all channels.
     """
 
@@ -210,14 +336,12 @@ class StackReport(NamedTuple):
     left: str
     raised: str
     unfinished: str
-    where: str
-    operation: str
-    group: str
-    peer: int
-    error: str
-    in_debugger: bool
-    has_ended: bool
+    at: ThreadPosition
     recent: Sequence[CallFacts] = ()
+
+    @classmethod
+    def of(cls, entry: StateDict) -> StackReport:
+        return cls(**{**entry, "at": ThreadPosition(*entry["at"])})
 
     def has_passed(self, call: Call, issued: dict[str, int]) -> str:
         """Says what this rank has issued where another one, that has ``issued`` so many, wants to agree first.
@@ -236,32 +360,29 @@ class StackReport(NamedTuple):
 
         Empty if it may still come. See [Note: who is stuck].
         """
-        if self.has_ended:
+        at = self.at
+        if at.has_ended:
             return "has come to the end of its program"
         if self.left:
-            return f"gave up: {self.left}. It stands at {self.where}"
-        if self.in_debugger:
+            return f"gave up: {self.left}. It stands at {at.where}"
+        if at.in_debugger:
             return ""
-        if self.operation and self.still >= _STILL and self._waits_for(here) and not others_in_collectives():
-            return f"is in torch.distributed's {self.operation}, called at {self.where}"
+        # its collective of torch's is one that global rank ``here`` has not come to
+        waits = at.peer == here if at.peer >= 0 else is_behind(issued_of_torch(), self.of_torch, at.group)
+        if at.operation and self.still >= _STILL and waits and not others_in_collectives():
+            return f"is in torch.distributed's {at.operation}, called at {at.where}"
         if self.raised and self.still >= _STILL_IN_ERROR:
-            return f"raised {self.raised}, and stands at {self.where}"
+            return f"raised {self.raised}, and stands at {at.where}"
         if self.unfinished and self.still >= _STILL_IN_ERROR:
-            if self.error:
-                return f"handles {self.error} at {self.where}, in the middle of {self.unfinished}"
+            if at.error:
+                return f"handles {at.error} at {at.where}, in the middle of {self.unfinished}"
             if "raised" in self.unfinished:
-                return f"left {self.unfinished}, and stands at {self.where}"
+                return f"left {self.unfinished}, and stands at {at.where}"
         return ""
-
-    def _waits_for(self, here: int) -> bool:
-        """Whether this rank's collective of torch's is one that global rank ``here`` has not come to."""
-        if self.peer >= 0:
-            return self.peer == here
-        return is_behind(issued_of_torch(), self.of_torch, self.group)
 
 
 def is_behind(mine: dict[str, int], theirs: dict[str, int], group: str) -> bool:
-    """Whether one rank has issued less than another in a process group of torch's ("": in any)."""
+    """Says whether one rank has issued less than another in a process group of torch's ("": in any)."""
     groups = [group] if group else list(theirs)
     return any(g in mine and mine[g] < theirs.get(g, 0) for g in groups)
 
@@ -275,15 +396,14 @@ def describe_thread(thread: int) -> str:
     position, frame = position_of(thread), sys._current_frames().get(thread)
     if position is None or frame is None:
         return ""
-    place, call = place_of(frame), _call(frame)
-    where = f"{place.file}:{place.line} in {place.function}" if place.line else position.where
+    call = _call(frame)
     if call is not None:
-        return f"waited in {call.describe()}, at {where}"
+        return f"waited in {call.describe()}, at {position.where}"
     if position.operation:
-        return f"waited in torch.distributed's {position.operation}, at {where}"
+        return f"waited in torch.distributed's {position.operation}, at {position.where}"
     if position.error:
-        return f"handled {position.error}, at {where}"
-    return f"{'ran backward' if position.in_backward else 'stood'} at {where}"
+        return f"handled {position.error}, at {position.where}"
+    return f"{'ran backward' if position.in_backward else 'stood'} at {position.where}"
 
 
 def _call(innermost: FrameType) -> Call | None:

@@ -27,31 +27,186 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import json
 import logging
 import math
 import os
+import queue
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, Generic, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
 from shardkit.errors import OutOfStepError, RankLostError
 from shardkit.progress import listen_to_errors, threads, unfinished
-from shardkit.types import StateDict
+from shardkit.types import StateDict, T
 
 from ..forked import belongs_here
-from .calls import Call, CallFacts, WaitReport
-from .job_store import STORE_THREAD, Board, NoAnswer
-from .stack_report import StackReport, ThreadPosition, is_behind, issued_of_torch, position_of
+from .stack_report import (
+    Call,
+    CallFacts,
+    StackReport,
+    ThreadPosition,
+    WaitReport,
+    is_behind,
+    issued_of_torch,
+    position_of,
+)
 
+# ------------------------------------------------------------ calls of the job's store
+# They may never return: a TCP store waits for an answer without a limit.
+# If its server's machine can't be reached, or its process is stopped, the caller would hang there, whatever timeout its
+# process group has. So the calls are made by a thread that nobody has to wait for.
+_AT_EXIT = 2.0  # seconds
+
+
+class NoAnswer(Exception):
+    """The store has not answered in time; it may do so later."""
+
+
+class _StoreRequest(Generic[T]):
+    def __init__(self, call: Callable[[], T]) -> None:
+        self.call = call
+        self.is_done = threading.Event()
+        self.value: T
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self.call()
+        except BaseException as error:  # noqa: BLE001 - the asker's
+            self.error = error
+        self.is_done.set()
+
+
+class StoreThread:
+    """Makes calls for others; starts when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = 0
+        self._thread: threading.Thread | None = None
+        self._asked: queue.SimpleQueue[_StoreRequest[Any] | None] = queue.SimpleQueue()
+        self._overdue: _StoreRequest[Any] | None = None
+
+    def ask(self, call: Callable[[], T], seconds: float, *, patient: bool = False) -> T:
+        """``call()``, or its error.
+
+        Args:
+            patient: wait, though an earlier call is overdue.
+        """
+        asked = _StoreRequest(call)
+        overdue = self._overdue
+        if (
+            not patient
+            and overdue is not None
+            and not overdue.is_done.is_set()
+            and self._process == os.getpid()
+        ):
+            raise NoAnswer
+        self._begin()
+        self._asked.put(asked)
+        if not asked.is_done.wait(seconds):
+            self._overdue = asked
+            raise NoAnswer
+        if asked.error is not None:
+            raise asked.error
+        return asked.value
+
+    def end(self) -> None:
+        """Ends it before the interpreter ends: a thread that comes back from the store then would abort the process."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._asked.put(None)
+        if thread is not None and self._process == os.getpid():
+            thread.join(_AT_EXIT)
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None or self._process != os.getpid():
+                self._process, self._asked, self._overdue = os.getpid(), queue.SimpleQueue(), None
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._asked,), name="shardkit-store", daemon=True
+                )
+                self._thread.start()
+
+    @staticmethod
+    def _run(calls: queue.SimpleQueue[_StoreRequest[Any] | None]) -> None:
+        while (asked := calls.get()) is not None:
+            asked.run()
+            del asked  # it holds a store
+
+
+STORE_THREAD = StoreThread()
+
+
+_ANSWERS = 5.0  # seconds in which the store answers
+_QUESTIONS = "called"
+
+
+class Board:
+    """Entries by key. Once the store's server is gone it is empty and takes nothing: the collective itself fails next.
+
+    Args:
+        store: None for a group of one rank, whose board is closed.
+    """
+
+    def __init__(self, store: Store | None, name: str) -> None:
+        self._store = PrefixStore(f"shardkit/{name}", store) if store is not None else None
+
+    is_open = property(lambda self: self._store is not None)
+
+    def close(self) -> None:
+        """Lets the store go, and with it the port of its server."""
+        self._store = None
+
+    def _told(self, call: Callable[[Store], T], otherwise: T) -> T:
+        """Calls the store; where it does not answer in time, or is gone, ``otherwise``."""
+        store = self._store
+        if store is None:
+            return otherwise
+        try:
+            return STORE_THREAD.ask(lambda: call(store), _ANSWERS)
+        except NoAnswer:
+            return otherwise
+        except (RuntimeError, ValueError):
+            self._store = None
+            return otherwise
+
+    def publish(self, key: str, entry: StateDict) -> None:
+        self._told(lambda store: store.set(key, json.dumps(entry)), None)
+
+    def read(self, key: str) -> StateDict | None:
+        """Returns what is there; None where nothing is known."""
+        return (
+            self._told(lambda store: json.loads(store.get(key)) if store.check([key]) else None, None) or None
+        )
+
+    def ask(self) -> int:
+        """Asks the watchdogs of all ranks to say where these stand, for some seconds; returns the question's number."""
+        return self._told(lambda store: int(store.add(_QUESTIONS, 1)), 0)
+
+    def asked(self) -> int:
+        """Returns how many questions there were."""
+        store = self._store
+        if store is None:
+            return 0
+        return STORE_THREAD.ask(
+            lambda: int(store.add(_QUESTIONS, 0)) if store.check([_QUESTIONS]) else 0, _ANSWERS
+        )
+
+
+# ------------------------------------------------------------ who can't get on
 logger = logging.getLogger("shardkit")
 _ATTENTIVE = 6.0  # seconds for which a watchdog looks after a rank has asked
 _PATIENCE = 2.0  # seconds that a wait may take after another rank has failed
@@ -146,7 +301,7 @@ class Watch:
         others = []
         for rank, report in sorted(self._reports.items()):
             if report.issued.get(call.channel, 0) < call.sequence:
-                others.append(f"rank {rank} stands at {report.where} (for {report.still:.0f} s)")
+                others.append(f"rank {rank} stands at {report.at.where} (for {report.still:.0f} s)")
         logger.warning(
             "rank %d has waited %.0f s in %s. %s",
             self._rank,
@@ -156,15 +311,15 @@ class Watch:
         )
 
     def has_report_of(self, rank: int) -> bool:
-        """Whether a rank's watchdog has answered in this wait, so that its process lives."""
+        """Says whether a rank's watchdog has answered in this wait, so that its process lives."""
         return rank in self._reports
 
     def _absent(self, call: Call, rank: int) -> str:
-        """Why a rank that waits in no call of ours can't come to this one; empty if it may."""
+        """Says why a rank that waits in no call of ours can't come to this one; empty if it may."""
         entry = self._board.read(f"stands{rank}")
         if entry is None:
             return ""
-        report = StackReport(**entry)
+        report = StackReport.of(entry)
         if report.answers < self._asked:
             return ""
         self._reports[rank] = report
@@ -212,7 +367,7 @@ class Watch:
         return ""
 
     def _with(self, call: Call, failure: str) -> str:
-        """Another rank's failure, and what this rank waits in, unless that says it already."""
+        """Says another rank's failure, and what this rank waits in, unless that says it already."""
         known = f"rank {self._rank} is in {call.describe()}" in failure
         return failure if known else f"rank {self._rank} waits in {call.describe()}, but {failure}"
 
@@ -239,7 +394,7 @@ class Watch:
         self._board.ask()
 
     def give_up(self, why: str) -> None:
-        """Ranks that wait for this one hear that it left with an error; until it issues something again.
+        """Lets ranks that wait for this one hear that it left with an error; until it issues something again.
 
         Costs nothing: they have to ask.
         """
@@ -291,13 +446,7 @@ class Watch:
                 left,
                 raised,
                 unfinished(position.in_backward),
-                position.where,
-                position.operation,
-                position.group,
-                position.peer,
-                position.error,
-                position.in_debugger,
-                position.has_ended,
+                position,
                 list(self.recent),
             )
             self._board.publish(f"stands{self._rank}", report._asdict())
@@ -317,7 +466,7 @@ class Watch:
                 return
 
     def _new_failures(self) -> list[tuple[int, StateDict]]:
-        """Without those for which this rank has raised an error too: it may have gone on since."""
+        """Lists failures, without those for which this rank has raised an error too: it may have gone on since."""
         found = self._read_failures()
         if time.monotonic() - self._raised_at < _ONE_EVENT:
             self._known.update(entry["failed"] for _, entry in found)
@@ -333,10 +482,7 @@ class Watch:
                 found.append((rank, entry))
         return found
 
-    @property
-    def is_open(self) -> bool:
-        """Whether ranks can hear of each other."""
-        return self._board.is_open
+    is_open = property(attrgetter("_board.is_open"))  # ranks can hear of each other
 
     def close(self) -> None:
         """Notes that the ranks' process group is no more."""
@@ -391,7 +537,7 @@ class Watchdog:
                 self._thread.start()
 
     def end(self) -> None:
-        """Before the interpreter ends: a thread that comes back from the store then would abort the process."""
+        """Ends it before the interpreter ends: a thread that comes back from the store then would abort the process."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stop.set()
@@ -421,49 +567,38 @@ def end_vain_wait(
     """Ends this rank's wait in a collective of torch's, or for its device, that another one will not come to.
 
     The thread raises OutOfStepError. If it can't be reached, the process ends, as NCCL's watchdog would do it.
-    """
-    logger.error("%s", message)
-    if position.operation or break_waits is None:
-        end_wait(thread, position.group, OutOfStepError, message)
-    else:
-        _raise_in(thread, OutOfStepError, message)
-        break_waits()
-    until = time.monotonic() + _LAST_WORDS
-    while time.monotonic() < until:
-        time.sleep(_LOOK)
-        now = position_of(thread)
-        if now is None or now.mark != position.mark:
-            time.sleep(_MOMENT)
-            take_back(thread)
-            return
-    print(f"{message}\nIts wait can't be ended, so this process ends.", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def end_wait(thread: int, group: str, error: type[Exception], message: str) -> None:
-    """Makes a thread that waits in a collective of torch's raise ``error``.
 
     The exception is delivered when the thread runs Python again, which torch.distributed's functions do before they
     pass an error on. A caller that waits for a work itself gets torch's own error: ours would come to it in the middle
     of whatever it does about that. So that the wait ends, the group's connections are broken: with gloo by a receive
     that is given no time, which closes them, with NCCL by its own abort.
     """
-    if group:
-        _raise_in(thread, error, message)
-    for pg in list(dist.distributed_c10d._world.pg_map):
-        if group in ("", str(pg.group_name)):
+    logger.error("%s", message)
+    of_torch = bool(position.operation) or break_waits is None
+    if position.group or not of_torch:
+        _raise_in(thread, OutOfStepError, message)
+    if not of_torch and break_waits is not None:
+        break_waits()
+    for pg in list(dist.distributed_c10d._world.pg_map) if of_torch else ():
+        if position.group in ("", str(pg.group_name)):
             _break(pg)
+    until = time.monotonic() + _LAST_WORDS
+    while time.monotonic() < until:
+        time.sleep(_LOOK)
+        now = position_of(thread)
+        if now is None or now.mark != position.mark:
+            time.sleep(_MOMENT)
+            # it has raised another error already: this one would come at a moment that nobody expects
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            return
+    print(f"{message}\nIts wait can't be ended, so this process ends.", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _raise_in(thread: int, error: type[Exception], message: str) -> None:
     kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
     kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
-
-
-def take_back(thread: int) -> None:
-    """The thread has raised another error already: this one would come at a moment that nobody expects."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def _break(pg: dist.ProcessGroup) -> None:
@@ -482,7 +617,7 @@ _hooked = False
 
 
 def begin_job() -> None:
-    """This process starts to run a function as a rank."""
+    """Notes that this process starts to run a function as a rank."""
     _watchdog.job += 1
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shardkit.backend import Backend, Group, is_group, register_rank_provider, size_of
+from shardkit.backend import Backend, Group, Pool, is_group, register_rank_provider, size_of
 from shardkit.errors import ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.types import ProcessGroup, T
 
 from ..eager import Host
 from .group import Line, SimulatedGroup
@@ -47,24 +47,29 @@ class SimulatedBackend(Host):
             "(Group.new_group) or None for all ranks"
         )
 
-    def _launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args,
-        timeout: float | None,
-        start_timeout: float | None,
-    ) -> list[T]:
-        """Runs ``fn`` on threads, which start at once. It may be any function, and gets copies of ``args``.
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
+        return SimulatedPool(self, world_size, timeout)
 
-        When a rank fails, the others end with RankLostError.
-        """
 
+class SimulatedPool(Pool):
+    """Threads, new ones for each call. They run any function, and get copies of its arguments.
+
+    When a rank fails, the others end with RankLostError.
+    """
+
+    def __init__(self, backend: Backend, world_size: int, timeout: float | None) -> None:
+        super().__init__(world_size, timeout, None)
+        self._backend = backend
+
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         def enter(rank: int) -> None:
-            enter_group(SimulatedGroup(self, threads, line, rank))
+            enter_group(SimulatedGroup(self._backend, threads, line, rank))
 
-        threads, line = RankThreads(world_size, enter), Line(range(world_size))
-        return threads.run(fn, args, timeout)
+        threads, line = RankThreads(self.world_size, enter), Line(range(self.world_size))
+        return threads.run(fn, args, self.timeout)
+
+    def close(self, kill: bool = False) -> None:
+        """Nothing is left: a call ends with its threads."""
 
 
 def enter_group(group: Group) -> None:
@@ -72,9 +77,4 @@ def enter_group(group: Group) -> None:
     _rank.group = group
 
 
-def _backend_here() -> Backend | None:
-    group: Group | None = getattr(_rank, "group", None)
-    return None if group is None else group.backend
-
-
-register_rank_provider(_backend_here)
+register_rank_provider(lambda: _rank.group.backend if hasattr(_rank, "group") else None)

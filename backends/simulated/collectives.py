@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardkit.errors import ConfigurationError, OutOfStepError
+from shardkit.types import Tree
 
-from ..c10d.payloads import ReduceScatterPlan
+from ..c10d.group import ReduceScatterPlan
 
 Tensors = Sequence[Tensor]
 _COMBINE: dict[str, Callable[..., Tensor]] = {
@@ -87,9 +88,8 @@ def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], 
     world_size, counts = len(sizes), tuple(sizes)
     reduced = []
     for rank in range(world_size):
-        in_rounds = ReduceScatterPlan(
-            rank, counts
-        ).in_rounds  # one partner after the other; else all together
+        # one partner after the other; else all together
+        in_rounds = ReduceScatterPlan(rank, counts).in_rounds
         ranks = [(rank - d) % world_size for d in range(world_size)] if in_rounds else range(world_size)
         own = [parts[r][rank] for r in ranks]
         if in_rounds or world_size < 3 or op in ("MAX", "MIN"):
@@ -166,6 +166,11 @@ def all_to_all(outputs: Sequence[Tensors], inputs: Sequence[Tensors], label: str
             piece.copy_(inputs[sender][receiver].reshape(piece.shape))
 
 
+def of_pairs(function: Callable[..., None], *more: object) -> Callable[[list[Tree]], None]:
+    """Calls a function with what each rank brought first, what each brought second, and more."""
+    return lambda all_: function([one for one, _ in all_], [other for _, other in all_], *more)
+
+
 def _fill(tensors: Tensors, flat: Tensor) -> None:
     """Cuts ``flat`` over the tensors; behind each other, or all of it for each."""
     first = 0
@@ -175,7 +180,7 @@ def _fill(tensors: Tensors, flat: Tensor) -> None:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """Values that nobody may read: NaN, and the largest of integers."""
+    """Writes values that nobody may read: NaN, and the largest of integers."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return
     with torch.no_grad():

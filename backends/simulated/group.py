@@ -9,10 +9,11 @@ from torch import Tensor
 from shardkit.backend import Backend, ReduceOp, Sizes, Work, check_members
 from shardkit.types import Tree
 
-from ..c10d.call_order import ORDERED_CHANNELS
-from ..diagnosis.calls import Call
+from ..c10d.group import ORDERED_CHANNELS
+from ..diagnosis.stack_report import Call
 from ..objects import ObjectsOverBytes
 from . import collectives
+from .collectives import of_pairs
 from .rank_threads import Finish, Meeting, RankThreads
 
 
@@ -95,7 +96,7 @@ class SimulatedGroup(ObjectsOverBytes):
         itemsize: int = 1,
         either: bool = False,
     ) -> SimulatedWork:
-        """This rank's part of a collective over ``numel`` elements; ``either``: ranks call it by different names."""
+        """Issues this rank's part of a collective over ``numel`` elements; ``either``: ranks name it differently."""
         self._sequence += 1
         call = Call(self._line.name, self._sequence, operation, numel, label)
         meeting = self._line.meeting(self._sequence)
@@ -164,38 +165,30 @@ class SimulatedGroup(ObjectsOverBytes):
         )
 
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        def finish(brought: list[Tree]) -> None:
-            outputs, shards = zip(*brought, strict=True)
-            collectives.all_gather([[o.split(parts)] for o in outputs], [[s] for s in shards])
-
         terms = parts, label if self._line.name in ORDERED_CHANNELS else ""
-        return self._carry("all_gather_into", output, label, terms, (output, shard), finish, async_op)
+        brought, finish = ([output.detach().split(parts)], [shard]), of_pairs(collectives.all_gather)
+        return self._carry("all_gather_into", output, label, terms, brought, finish, async_op)
 
     def _reduce_scatter(
         self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str
     ) -> Work:
-        def finish(brought: list[Tree]) -> None:
-            shards, inputs = zip(*brought, strict=True)
-            collectives.reduce_scatter_into(shards, inputs, parts, op.name)
-
-        terms = op.value, parts
-        return self._carry("reduce_scatter_into", input, label, terms, (shard, input), finish, async_op)
+        terms, brought = (op.value, parts), (shard, input)
+        finish = of_pairs(collectives.reduce_scatter_into, parts, op.name)
+        return self._carry("reduce_scatter_into", input, label, terms, brought, finish, async_op)
 
     def _all_to_all(
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
-        def finish(brought: list[Tree]) -> None:
-            outputs, inputs = zip(*brought, strict=True)
-            collectives.all_to_all(outputs, inputs, label)
-
         pieces = output.detach().split(come), input.detach().split(go)
+        finish = of_pairs(collectives.all_to_all, label)
         return self._carry("all_to_all", input, label, (), pieces, finish, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.all_reduce([[t] for t in brought], op.name)
+            collectives.all_reduce(brought, op.name)
 
-        return self._carry("all_reduce", tensor, label, (op.value, tensor.numel()), tensor, finish, async_op)
+        terms = op.value, tensor.numel()
+        return self._carry("all_reduce", tensor, label, terms, [tensor], finish, async_op)
 
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
@@ -209,9 +202,10 @@ class SimulatedGroup(ObjectsOverBytes):
 
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
         def finish(brought: list[Tree]) -> None:
-            collectives.broadcast([[t] for t in brought], src)
+            collectives.broadcast(brought, src)
 
-        return self._carry("broadcast", tensor, label, (tensor.numel(), src), tensor, finish, async_op)
+        terms = tensor.numel(), src
+        return self._carry("broadcast", tensor, label, terms, [tensor], finish, async_op)
 
     def barrier(self, *, label: str = "") -> None:
         self._issue("barrier", 0, label, (), None, lambda _: None)

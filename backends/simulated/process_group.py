@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,7 @@ class ThreadWork(dist.Work):
     def is_completed(self) -> bool:
         return all(part.is_done() for part in self.parts)
 
-    def is_success(self) -> bool:
-        return self.is_completed()
+    is_success = is_completed
 
     def exception(self) -> None:
         return None
@@ -98,15 +98,8 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "simulated"  # whoever reads "gloo" here looks for gloo's own objects behind it
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    pg_name = group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+    group_name = pg_name = property(attrgetter("_name"))
+    group_desc = property(attrgetter("_description"))
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -121,10 +114,9 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         return self.below.issued
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Does nothing: there is nothing to close."""
 
-    def abort(self) -> None:
-        """Nothing to close."""
+    abort = shutdown
 
     def __repr__(self) -> str:
         return f"<process group of simulated ranks {list(self.below.ranks)}, here rank {self.below.rank}>"
@@ -191,7 +183,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         brought = [_behind(pieces) for pieces in outputs], _behind(inputs)
         given = [piece for pieces in outputs for piece in pieces] if result is None else result
         return self._issue(
-            operation, inputs, (), brought, _of_pairs(compute.all_gather), given, self.below.world_size
+            operation, inputs, (), brought, compute.of_pairs(compute.all_gather), given, self.below.world_size
         )
 
     def gather(
@@ -200,7 +192,9 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         own, root = _listed(input_tensors), _root(opts)
         pieces = _behind(output_tensors[0]) if output_tensors else []
         brought = pieces, _behind(own)[0]
-        return self._issue("gather", own, (f"to {root}",), brought, _of_pairs(compute.gather, root), pieces)
+        return self._issue(
+            "gather", own, (f"to {root}",), brought, compute.of_pairs(compute.gather, root), pieces
+        )
 
     # ------------------------------------------------------------ a part for each rank
     def reduce_scatter(
@@ -223,14 +217,18 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def _reduce_scatter(self, operation: str, output: Tensor, pieces: Tensors, opts: Tree) -> ThreadWork:
         op, brought = compute.op_name(_op(opts)), (output.data, _behind(pieces))
-        return self._issue(operation, pieces, (op,), brought, _of_pairs(compute.reduce_scatter, op), [output])
+        return self._issue(
+            operation, pieces, (op,), brought, compute.of_pairs(compute.reduce_scatter, op), [output]
+        )
 
     def scatter(
         self, output_tensors: Given, input_tensors: Sequence[Tensors], opts: Tree = None
     ) -> ThreadWork:
         own, root = _listed(output_tensors), _root(opts)
         brought = own[0].data, _behind(input_tensors[0]) if input_tensors else []
-        return self._issue("scatter", own, (f"from {root}",), brought, _of_pairs(compute.scatter, root), own)
+        return self._issue(
+            "scatter", own, (f"from {root}",), brought, compute.of_pairs(compute.scatter, root), own
+        )
 
     # ------------------------------------------------------------ each with each
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: object = None) -> ThreadWork:
@@ -251,12 +249,8 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
 
     def _all_to_all(self, operation: str, come: Tensors, go: Tensors, outputs: Tensors) -> ThreadWork:
         numel, itemsize = sum(piece.numel() for piece in go), go[0].element_size()
-        terms, brought, finish = (
-            (str(go[0].dtype),),
-            (_behind(come), _behind(go)),
-            _of_pairs(compute.all_to_all),
-        )
-        work = self.below._issue(operation, numel, "", terms, brought, finish, True, itemsize)
+        brought, finish = (_behind(come), _behind(go)), compute.of_pairs(compute.all_to_all)
+        work = self.below._issue(operation, numel, "", (str(go[0].dtype),), brought, finish, True, itemsize)
         return ThreadWork([work], outputs)
 
     # ------------------------------------------------------------ two ranks
@@ -344,11 +338,6 @@ def _listed(tensors: Given) -> list[Tensor]:
 def _behind(tensors: Tensors) -> list[Tensor]:
     """Returns tensors that write past autograd, see [Note: behind autograd's back]."""
     return [tensor.data for tensor in tensors]
-
-
-def _of_pairs(function: Callable[..., None], *more: object) -> Callable[[list[Tree]], None]:
-    """Calls a function with what each rank brought first, what each brought second, and more."""
-    return lambda all_: function([one for one, _ in all_], [other for _, other in all_], *more)
 
 
 def _op(opts: Tree) -> Tree:

@@ -30,7 +30,7 @@ from shardkit.errors import (
 )
 from shardkit.types import Args, T, Tree
 
-from ..diagnosis.calls import Call, SourceLine, here, place_of_error
+from ..diagnosis.stack_report import Call, SourceLine, here, place_of_error
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..eager import HostRandomStates, host_random_states, set_host_random_states
 from ..forked import belongs_here, refusal
@@ -192,7 +192,7 @@ def in_words(stands: Mapping[int, str]) -> str:
 
 
 def ranks_by(values: Mapping[int, Tree]) -> dict[Tree, list[int]]:
-    """Ranks by what they have."""
+    """Sorts ranks by what they have."""
     found: dict[Tree, list[int]] = {}
     for rank, value in values.items():
         found.setdefault(value, []).append(rank)

@@ -11,15 +11,15 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group
+from shardkit.backend import Backend, Group, Pool
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import Args, ProcessGroup, T
+from shardkit.types import ProcessGroup
 
 if TYPE_CHECKING:
     from .runtime import Replica
@@ -52,10 +52,10 @@ class XlaBackend(Backend):
         return as_group(self, self._replica(), process_group)
 
     def take_storage(self, tensor: torch.Tensor) -> None:
-        """Nothing: a lazy tensor owns no memory of its own. Assign a new value to it instead."""
+        """Does nothing: a lazy tensor owns no memory of its own. Assign a new value to it instead."""
 
     def release_storage(self, tensor: torch.Tensor) -> None:
-        """Nothing: XLA frees a buffer once no tensor and no pending graph refers to its value. Drop the tensor."""
+        """Does nothing: XLA frees a buffer once no tensor and no pending graph refers to its value. Drop the tensor."""
 
     def synchronize(self) -> None:
         self.mark_step(wait=True)
@@ -86,25 +86,15 @@ class XlaBackend(Backend):
 
         xm.set_rng_state(int(state) % (1 << 64))
 
-    def _launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args,
-        timeout: float | None,
-        start_timeout: float | None,
-    ) -> list[T]:
-        """Runs ``fn`` on all TPU cores (or one), or on ``world_size`` replicas if there is no TPU."""
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
+        """Returns all TPU cores (or one), or ``world_size`` replicas if there is no TPU."""
         if not self.is_available():
             raise BackendError("torch_xla is not installed; install shardkit[xla] on Linux")
+        from .pool import DevicePool, ReplicaPool
+
         if has_accelerator():
-            from .pool import launch
-
-            return launch(fn, world_size, args, timeout, start_timeout)
-        from .pool import ReplicaPool
-
-        with ReplicaPool(world_size, timeout=timeout, start_timeout=start_timeout) as pool:
-            return pool.run(fn, *args)
+            return DevicePool(world_size, timeout, start_timeout)
+        return ReplicaPool(world_size, timeout=timeout, start_timeout=start_timeout)
 
     def _replica(self) -> Replica:
         import torch_xla
@@ -136,7 +126,7 @@ class XlaBackend(Backend):
 
 
 def in_replica() -> bool:
-    """Whether this process holds replicas on a CPU, of which the caller is one."""
+    """Says whether this process holds replicas on a CPU, of which the caller is one."""
     world = sys.modules.get("shardkit.backends.xla.cpu_replicas")
     return world is not None and world.current_world() is not None
 
@@ -154,7 +144,7 @@ def sleep(seconds: float) -> None:
 
 
 def has_accelerator() -> bool:
-    """Whether torch_xla would run on something other than the CPU here (without starting its runtime)."""
+    """Says whether torch_xla would run on something other than the CPU here (without starting its runtime)."""
     chosen = os.environ.get("PJRT_DEVICE")
     if chosen:
         return chosen != "CPU"
@@ -164,7 +154,7 @@ def has_accelerator() -> bool:
 
 
 def has_started() -> bool:
-    """Whether this process uses XLA's devices."""
+    """Says whether this process uses XLA's devices."""
     if "torch_xla" not in sys.modules:
         return False
     import torch_xla

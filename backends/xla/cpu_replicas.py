@@ -34,9 +34,8 @@ import torch_xla.core.xla_model as xm
 
 from shardkit.errors import ConfigurationError
 
-from . import collectives
 from .meeting import SEED, ReplicaCall, ReplicaMeeting, Turns
-from .runtime import Replica, RuntimeHost
+from .runtime import ChannelCollectives, Groups, Replica, RuntimeHost, replica_groups
 
 _RUNTIME = torch_xla._XLAC
 
@@ -73,7 +72,7 @@ def rules_here(world_size: int) -> Rules:
 
 
 def ordinals(rules: Rules, world_size: int, rank: Callable[[], int]) -> dict[str, Callable[[], int]]:
-    """Functions of torch_xla.runtime as a pod has them, with a process a chip."""
+    """Returns functions of torch_xla.runtime as a pod has them, with a process a chip."""
     here = world_size // rules.hosts
     return {
         "local_ordinal": lambda: rank() % here,
@@ -103,7 +102,7 @@ class ReplicaState(RuntimeHost):
         self.calls.clear()
         _RUNTIME._clear_pending_irs(self.device)
         xm.set_rng_state(SEED + self.rank, self.device)
-        issue = collectives.ChannelCollectives()
+        issue = ChannelCollectives()
         super().__init__(self.rank, self.world.size, issue)  # anew for each job
         self.replica = Replica(self.rank, self.world.size, issue, self)
         torch_xla.sync(wait=True)
@@ -118,10 +117,10 @@ class ReplicaState(RuntimeHost):
         payloads = self.meet(what, [ReplicaCall(tuple(ranks), what, label)], payload)
         return [payloads[rank] for rank in ranks]
 
-    def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> collectives.Groups:
+    def partition(self, ranks: Sequence[int], siblings: Sequence[Sequence[int]]) -> Groups:
         if self.world.rules.pod:
             return super().partition(ranks, siblings)
-        return collectives.replica_groups(ranks, siblings, self.world.size)
+        return replica_groups(ranks, siblings, self.world.size)
 
     def meet(self, where: str, calls: Sequence[ReplicaCall], payload: bytes = b"") -> dict[int, bytes]:
         with self.world.turns.given(self.rank):

@@ -21,10 +21,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
 from ..objects import ObjectsOverBytes
-from .collectives import Groups
 from .meeting import ReplicaCall
 from .pool import pack
-from .runtime import Replica
+from .runtime import Groups, Replica
 
 _OPS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "sum", ReduceOp.MAX: "max", ReduceOp.MIN: "min"}
 

@@ -107,7 +107,7 @@ class ReplicaMeeting:
         return arrival.payloads or {}
 
     def leave(self, rank: int, reason: str, *, failed: bool = False) -> None:
-        """This replica will not come again."""
+        """Notes that this replica will not come again."""
         with self._changed:
             self._gone[rank] = reason
             self._failed = self._failed or failed
@@ -158,7 +158,7 @@ class ReplicaMeeting:
             arrival.error = RankLostError(text) if self._failed else OutOfStepError(text)
 
     def _run_different_programs(self, arrivals: dict[int, _Arrival]) -> bool:
-        """Whether, on a TPU, one runs all that was recorded and another what a value depends on, or other values."""
+        """Says whether, on a TPU, one runs all that was recorded, another what a value depends on, or other values."""
         return self._one_program and len({arrival.where for arrival in arrivals.values()}) > 1
 
     def _compared(self, arrivals: dict[int, _Arrival]) -> Iterator[_Rows]:

@@ -16,27 +16,27 @@ _HLO_COLLECTIVE = re.compile(
 
 
 def compiles() -> int:
-    """Graphs compiled so far by all replicas of this process."""
+    """Counts graphs compiled so far by all replicas of this process."""
     return _RUNTIME._xla_counter_value("UncachedCompile") or 0
 
 
 def hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """The program, before XLA's optimizations, that would compute these pending tensors."""
+    """Returns the program, before XLA's optimizations, that would compute these pending tensors."""
     return _RUNTIME._get_xla_tensors_hlo(list(tensors))
 
 
 def collectives(tensors: Sequence[torch.Tensor]) -> Counter[str]:
-    """How often each collective ("all-gather", "reduce-scatter", ...) is in :func:`hlo` of these tensors."""
+    """Counts how often each collective ("all-gather", "reduce-scatter", ...) is in :func:`hlo` of these tensors."""
     return Counter(_HLO_COLLECTIVE.findall(hlo(tensors)))
 
 
 def operations(tensors: Sequence[torch.Tensor]) -> int:
-    """Recorded operations on which these pending tensors depend, their inputs included."""
+    """Counts recorded operations on which these pending tensors depend, their inputs included."""
     return len(re.findall(r"^ *%\d+ = ", _RUNTIME._get_xla_tensors_text(list(tensors)), re.MULTILINE))
 
 
 def aliased() -> int:
-    """Buffers of the program compiled last that it writes over, so that old and new values are not there together."""
+    """Counts buffers that the program compiled last writes over, so that old and new values are not there together."""
     data = _RUNTIME._xla_metric_data("InputOutputAliasCount")
     return int(data[2][-1][1]) if data else 0
 

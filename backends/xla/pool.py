@@ -6,6 +6,7 @@ order, and for ever, so that one that fails leaves the others in a collective, a
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import faulthandler
 import io
@@ -20,17 +21,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardkit.backend import Pool
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
-from shardkit.types import AnyCallable, Args, T, Tree
+from shardkit.types import AnyCallable, Args, T
 
-from ..spawning import Name, Pool, ProcessTime, environment, memory
+from ..processes import Name, ProcessTime, environment, memory
 
 if TYPE_CHECKING:
     from .cpu_replicas import ReplicaState, World
@@ -42,31 +44,23 @@ def _here(host: torch.Tensor) -> torch.Tensor:
     return host.to(torch_xla.device())
 
 
-def _same(host: torch.Tensor) -> torch.Tensor:
-    return host
-
-
 class _HostPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, rebuild: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._rebuild = rebuild
+    to_host = False
 
     def reducer_override(self, obj: object) -> Any:
         # torch's own form of an XLA tensor names the sender's device, which the receiver doesn't have.
         if isinstance(obj, torch.Tensor) and obj.device.type == "xla":
-            return self._rebuild, (obj.detach().cpu(),)
+            host = obj.detach().cpu()
+            return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if self.to_host else (_here, (host,))
         return NotImplemented
 
 
 def pack(obj: object, *, to_host: bool = False) -> bytes:
     """Pickles ``obj``; its XLA tensors come back on the reader's XLA device, or on the CPU (``to_host``)."""
-    file = io.BytesIO()
-    _HostPickler(file, _same if to_host else _here).dump(obj)
+    pickler = _HostPickler(file := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler.to_host = to_host
+    pickler.dump(obj)
     return file.getvalue()
-
-
-def unpack(data: bytes) -> Tree:
-    return pickle.loads(data)
 
 
 # What goes back: ("ready", None), ("results", [bytes per rank]) or ("error", (rank, type, traceback)).
@@ -123,7 +117,7 @@ def start_world(size: int) -> World:
 
 
 def die_with_parent() -> None:
-    """This process's group ends when its parent does, however that ends."""
+    """Ends this process's group when its parent ends, however that does."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -210,13 +204,76 @@ def replica_environment(world_size: int) -> dict[str, str]:
     }
 
 
-class ReplicaPool(Pool):
+class _ChildPool(Pool):
+    """Ranks of a child process, which has a process group of its own."""
+
+    _process: SpawnProcess | None = None
+    _connection: multiprocessing.connection.Connection | None = None
+    _name: Name | None = None
+
+    def _spawn(
+        self, target: Callable[..., None], *args: object, variables: Mapping[str, str]
+    ) -> multiprocessing.connection.Connection:
+        """Starts ``target(connection, *args)``."""
+        context = multiprocessing.get_context("spawn")
+        connection, theirs = context.Pipe()
+        name = Name("xla-replicas", at_death=True)
+        with environment(variables):
+            # no daemon: programs start processes of their own, as data loaders do
+            process = context.Process(target=target, args=(theirs, *args), name=name)
+            process.start()
+        theirs.close()
+        self._process, self._connection, self._name = process, connection, name
+        return connection
+
+    def _received(self, connection: multiprocessing.connection.Connection) -> list[bytes]:
+        """Returns the ranks' pickled results, or raises a rank's error."""
+        try:
+            kind, payload = connection.recv()
+        except (EOFError, ConnectionError):
+            raise RankFailedError(0, *self._death()) from None
+        if kind == "error":
+            raise RankFailedError(*payload)
+        return payload
+
+    @abc.abstractmethod
+    def _death(self) -> tuple[str, str]:
+        """Returns what to say of a child that has ended: a type and a text."""
+
+    def _ended(self, seconds: float) -> int | None:
+        """Returns the process's exit code once it has one; multiprocessing would wait for what it has started, too."""
+        deadline = time.monotonic() + seconds
+        while self._process is not None and self._process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return None if self._process is None else self._process.exitcode
+
+    def close(self, kill: bool = False) -> None:
+        if self._connection is not None:
+            self._connection.close()  # the child takes this as the end
+        if self._process is not None:
+            if not kill:
+                self._ended(5)
+            _signal_group(self._process, signal.SIGKILL)  # with all that it has started
+            self._process.kill()  # if it has not got that far
+            self._process.join()
+        if self._name is not None:
+            self._name.close()
+        self._process = self._connection = self._name = None
+
+
+def _signal_group(process: SpawnProcess | None, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if process is not None and process.pid is not None:
+            os.killpg(process.pid, number)
+
+
+class ReplicaPool(_ChildPool):
     """``world_size`` XLA replicas with real collectives, as threads of one child process that stays alive.
 
     After a failure or a timeout the child is ended, and the next call starts a new one.
 
     Args:
-        timeout, start_timeout: as of any :class:`~shardkit.backends.spawning.Pool`; seconds in which others had the
+        timeout, start_timeout: as of any :class:`~shardkit.backend.Pool`; seconds in which others had the
             cores don't count for the latter.
         environment: variables of the child process besides those that replicas need.
     """
@@ -231,9 +288,6 @@ class ReplicaPool(Pool):
     ) -> None:
         super().__init__(world_size, timeout, start_timeout)
         self._variables = {**(environment or {}), **replica_environment(world_size)}
-        self._process: SpawnProcess | None = None
-        self._connection: multiprocessing.connection.Connection | None = None
-        self._name: Name | None = None
 
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """Calls ``fn(rank, *args)`` on every replica; returns results in rank order, their XLA tensors on the CPU."""
@@ -241,7 +295,10 @@ class ReplicaPool(Pool):
         connection = self._connected()
         try:
             connection.send_bytes(job)
-            return [unpack(data) for data in self._receive(connection, self.timeout)]
+            if not connection.poll(self.timeout):
+                text = f"no answer after {self.timeout:g} s\n{self._stacks()}"
+                raise RankFailedError(0, "TimeoutError", text)
+            return [pickle.loads(data) for data in self._received(connection)]
         except BaseException:
             self.close(kill=True)
             raise
@@ -250,18 +307,10 @@ class ReplicaPool(Pool):
         if self._process is not None and self._process.is_alive() and self._connection is not None:
             return self._connection
         self.close(kill=True)
-        context = multiprocessing.get_context("spawn")
-        connection, theirs = context.Pipe()
-        name = Name("xla-replicas", at_death=True)
-        with environment(self._variables):
-            # no daemon: programs start processes of their own, as data loaders do
-            process = context.Process(target=serve, args=(theirs, self.world_size), name=name)
-            process.start()
-        theirs.close()
-        self._process, self._connection, self._name = process, connection, name
+        connection = self._spawn(serve, self.world_size, variables=self._variables)
         try:
-            self._wait_for_start(process, connection)
-            self._receive(connection, None)
+            self._wait_for_start(connection)
+            self._received(connection)
         except RankFailedError as error:
             self.close(kill=True)
             if error.remote_type == "TimeoutError":
@@ -275,10 +324,9 @@ class ReplicaPool(Pool):
             raise
         return connection
 
-    def _wait_for_start(
-        self, process: SpawnProcess, connection: multiprocessing.connection.Connection
-    ) -> None:
-        progress, limit = ProcessTime(process.pid), self._start_timeout
+    def _wait_for_start(self, connection: multiprocessing.connection.Connection) -> None:
+        progress = ProcessTime(None if self._process is None else self._process.pid)
+        limit = self._start_timeout
         while not connection.poll(1.0 if limit is None else min(1.0, limit)):
             if limit is not None and progress.seconds() >= limit:
                 raise RankFailedError(
@@ -287,19 +335,6 @@ class ReplicaPool(Pool):
                     f"the process of {self.world_size} XLA replicas is not ready (start_timeout={limit:g}): "
                     f"{progress}. It is here:\n{self._stacks()}",
                 )
-
-    def _receive(
-        self, connection: multiprocessing.connection.Connection, timeout: float | None
-    ) -> list[bytes]:
-        if not connection.poll(timeout):
-            raise RankFailedError(0, "TimeoutError", f"no answer after {timeout:g} s\n{self._stacks()}")
-        try:
-            kind, payload = connection.recv()
-        except (EOFError, ConnectionError):
-            raise RankFailedError(0, *self._death()) from None
-        if kind == "error":
-            raise RankFailedError(*payload)
-        return payload
 
     def _death(self) -> tuple[str, str]:
         code = self._ended(10)
@@ -317,30 +352,8 @@ class ReplicaPool(Pool):
             )
         return name, text + (f"\n{self._name.written()}" if self._name is not None else "")
 
-    def _ended(self, seconds: float) -> int | None:
-        """Returns the process's exit code once it has one; multiprocessing would wait for what it has started, too."""
-        deadline = time.monotonic() + seconds
-        while self._process is not None and self._process.exitcode is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return None if self._process is None else self._process.exitcode
-
     def _stacks(self) -> str:
         return "" if self._process is None or self._name is None else self._name.stacks(self._process.pid)
-
-    def close(self, kill: bool = False) -> None:
-        if self._connection is not None:
-            self._connection.close()  # the child takes this as the end
-        if self._process is not None:
-            if not kill:
-                self._ended(5)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if self._process.pid is not None:
-                    os.killpg(self._process.pid, signal.SIGKILL)  # with all that it has started
-            self._process.kill()  # if it has not got that far
-            self._process.join()
-        if self._name is not None:
-            self._name.close()
-        self._process = self._connection = self._name = None
 
 
 _PAUSE = 0.2  # s between looks
@@ -348,78 +361,46 @@ _STACKS = 0.5  # s in which ranks write their stacks
 _MOST = 8000  # characters of one
 
 
-def launch(
-    fn: Callable[..., T], world_size: int, args: Args, timeout: float | None, start_timeout: float | None
-) -> list[T]:
-    """``fn(rank, *args)`` on all devices, or on one of them for ``world_size`` 1; the results in rank order.
+class DevicePool(_ChildPool):
+    """All devices of this machine, or one of them for ``world_size`` 1; a call begins with the runtime's own start.
 
-    Raises:
-        ConfigurationError: ``world_size`` is another number.
-        RankFailedError: a rank raised or died, or the time is over; all are ended.
+    ``run`` raises ConfigurationError for another ``world_size``, and RankFailedError where a rank raised or died, or
+    the time is over; all are ended.
     """
-    context = multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="shardkit-xla-") as name:
-        folder = Path(name)
-        process = context.Process(target=_start, args=(theirs, fn, world_size, args, folder))
-        process.start()
-        theirs.close()
-        try:
-            return [
-                unpack(data)
-                for data in _wait(connection, folder, world_size, timeout, start_timeout, process.pid)
-            ]
-        finally:
-            connection.close()
-            _kill(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()
 
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
+        with tempfile.TemporaryDirectory(prefix="shardkit-xla-") as name:
+            folder = Path(name)
+            try:
+                connection = self._spawn(_start, fn, self.world_size, args, folder, variables={})
+                return [pickle.loads(data) for data in self._wait(connection, folder)]
+            finally:
+                self.close(kill=True)
 
-def _wait(
-    connection: multiprocessing.connection.Connection,
-    folder: Path,
-    world_size: int,
-    timeout: float | None,
-    start_timeout: float | None,
-    process: int | None,
-) -> list[bytes]:
-    began = time.monotonic()
-    name, limit, have_started = "start_timeout", start_timeout, False
-    while not connection.poll(_PAUSE):
-        for failed in folder.glob("failed-*"):
-            raise pickle.loads(failed.read_bytes())
-        if not have_started and len([*folder.glob("started-*")]) >= world_size:
-            have_started, began, name, limit = True, time.monotonic(), "timeout", timeout
-        if limit is not None and time.monotonic() - began >= limit:
-            raise RankFailedError(
-                0,
-                "TimeoutError",
-                f"no answer after {limit:g} s ({name}={limit:g})\n{_stacks(folder, process)}",
-            )
-    try:
-        kind, payload = connection.recv()
-    except EOFError:
-        raise RankFailedError(
-            0, "ProcessExited", "the process that starts the ranks ended; its output says why"
-        ) from None
-    for failed in folder.glob("failed-*"):
-        raise pickle.loads(failed.read_bytes())
-    if kind == "error":
-        raise RankFailedError(0, *payload)
-    return payload
+    def _wait(self, connection: multiprocessing.connection.Connection, folder: Path) -> list[bytes]:
+        began = time.monotonic()
+        name, limit = "start_timeout", self._start_timeout
+        while True:
+            answers = connection.poll(_PAUSE)
+            for failed in folder.glob("failed-*"):
+                raise pickle.loads(failed.read_bytes())
+            if answers:
+                return self._received(connection)
+            if name == "start_timeout" and len([*folder.glob("started-*")]) >= self.world_size:
+                began, name, limit = time.monotonic(), "timeout", self.timeout
+            if limit is not None and time.monotonic() - began >= limit:
+                stacks = "\n".join(self._stacks_in(folder))
+                text = f"no answer after {limit:g} s ({name}={limit:g})\n{stacks}"
+                raise RankFailedError(0, "TimeoutError", text)
 
+    def _stacks_in(self, folder: Path) -> Iterator[str]:
+        _signal_group(self._process, signal.SIGUSR1)
+        time.sleep(_STACKS)
+        for file in sorted(folder.glob("rank-*")):
+            yield f"{file.name}:\n{file.read_text()[-_MOST:]}"
 
-def _stacks(folder: Path, process: int | None) -> str:
-    _kill(process, signal.SIGUSR1)
-    time.sleep(_STACKS)
-    return "\n".join(f"{f.name}:\n{f.read_text()[-_MOST:]}" for f in sorted(folder.glob("rank-*")))
-
-
-def _kill(group: int | None, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if group is not None:
-            os.killpg(group, number)
+    def _death(self) -> tuple[str, str]:
+        return "ProcessExited", "the process that starts the ranks ended; its output says why"
 
 
 # ------------------------------------------------------------------ in that process, and in those of the ranks
@@ -443,7 +424,7 @@ def _start(
             results = [by_rank[rank] for rank in sorted(by_rank)]
         connection.send(("results", results))
     except BaseException:  # noqa: BLE001 - the process ends here, and has nobody else to tell
-        connection.send(("error", describe_error()))
+        connection.send(("error", (0, *describe_error())))
 
 
 def _rank(fn: AnyCallable, world_size: int, args: Args, folder: Path) -> bytes:

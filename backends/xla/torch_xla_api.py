@@ -9,7 +9,7 @@ would.
 
 A program written for TPUs calls ``xm.all_reduce``, ``xm.rendezvous`` or ``dist.init_process_group("xla")``, and so do
 torch_xla's FSDP and torch's DDP. In a process with replicas these go through the replica's
-:class:`~shardkit.backends.xla.collectives.ChannelCollectives`, and are recorded for the check that replicas are
+:class:`~shardkit.backends.xla.runtime.ChannelCollectives`, and are recorded for the check that replicas are
 in step. Signatures are torch_xla's.
 """
 
@@ -35,10 +35,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, StateDict, Tree
 
 from ..worlds import worlds_of_ranks
-from .collectives import Groups
 from .cpu_replicas import World
 from .meeting import ReplicaCall
-from .runtime import Replica
+from .runtime import Groups, Replica
 
 _RUNTIME = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(?:cross_replica_sum|all_reduce|all_gather|reduce_scatter|all_to_all)")
@@ -193,13 +192,9 @@ class _ReplacedFunctions:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> Tensors:
-        _check_groups(groups)
-        if not isinstance(value, torch.Tensor):
-            _check_lists("all_gather", value, output)
-            if pin_layout:
-                raise RuntimeError("torch_xla gathers lists with pin_layout=False only")
-            return _stored(output, [self._all_gathered(v, dim, groups) for v in value])
-        return _stored(output, self._all_gathered(value, dim, groups))
+        if not isinstance(value, torch.Tensor) and pin_layout:
+            raise RuntimeError("torch_xla gathers lists with pin_layout=False only")
+        return _each("all_gather", value, output, groups, lambda v: self._all_gathered(v, dim, groups))
 
     @_outside_of_graphs
     def reduce_scatter(
@@ -215,12 +210,11 @@ class _ReplacedFunctions:
         channel_id: int | None = None,
         use_global_device_ids: bool | None = None,
     ) -> Tensors:
-        _check_groups(groups)
-        if not isinstance(input, torch.Tensor):
-            _check_lists("reduce_scatter", input, output)
-            parts = [self._reduce_scattered(reduce_type, v, scale, scatter_dim, groups) for v in input]
-            return _stored(output, parts)
-        return _stored(output, self._reduce_scattered(reduce_type, input, scale, scatter_dim, groups))
+
+        def reduce(value: torch.Tensor) -> torch.Tensor:
+            return self._reduce_scattered(reduce_type, value, scale, scatter_dim, groups)
+
+        return _each("reduce_scatter", input, output, groups, reduce)
 
     @_outside_of_graphs
     def all_to_all(
@@ -309,23 +303,29 @@ class _ReplacedFunctions:
         return state.replica, full, mine
 
 
-def _check_lists(what: str, given: object, output: object) -> None:
-    """Refuses what torch_xla refuses, with its types of errors."""
+def _each(
+    what: str,
+    given: Tensors,
+    output: Tensors | None,
+    groups: Groups | None,
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> Tensors:
+    """Calls it with a tensor or each of a list; refuses what torch_xla refuses, with its types of errors."""
+    if groups and len({len(group) for group in groups}) > 1:
+        raise AssertionError(f"groups have to be of one size, got {[list(g) for g in groups]}")
+    if isinstance(given, torch.Tensor):
+        return _stored(output, function(given))
     if not _is_list(given):
         raise TypeError(f"xm.{what} takes a tensor or a list of tensors, got a {type(given).__name__}")
     if output is not None and not _is_list(output):
         raise TypeError(f"xm.{what} of a list has a list of tensors as output, got a {type(output).__name__}")
     if isinstance(given, list) and isinstance(output, list) and len(output) != len(given):
         raise ValueError(f"xm.{what}: {len(given)} tensors have an output of length {len(output)}")
+    return _stored(output, [function(value) for value in given])
 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(v, torch.Tensor) for v in value)
-
-
-def _check_groups(groups: Groups | None) -> None:
-    if groups and len({len(group) for group in groups}) > 1:
-        raise AssertionError(f"groups have to be of one size, got {[list(g) for g in groups]}")
 
 
 def _others(groups: list[list[int]], size: int, world_size: int) -> list[list[int]]:
@@ -371,11 +371,7 @@ def _private_process_groups(world: World) -> None:
     _c10d._process_group_name = unique_name  # type: ignore[assignment]
     # In place of a TCP store, whose port other pools of this machine may hold.
     rendezvous._store = HashStore()
-    _meet_in_this_process()
-
-
-def _meet_in_this_process() -> None:
-    """``init_process_group("xla", rank=..., ...)`` would wait for others in a TCP store, holding the turn."""
+    # ``init_process_group("xla", rank=..., ...)`` would wait for others in a TCP store, holding the turn.
     init = dist.init_process_group
 
     def init_process_group(

@@ -4,11 +4,7 @@ import re
 
 import torch
 
-from shardkit.compat.redirected import redirected_names
-
 __all__ = ["torch_version"]
-
-__getattr__ = redirected_names(__name__)
 
 
 def torch_version(version: str = torch.__version__) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ class NonTensors(TypedDict):
 
 
 def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], container: Tree) -> Tree:
-    """A copy of nested dicts, lists, tuples and sets with ``fn(x)`` in place of each ``x`` that ``type_fn`` accepts.
+    """Copies nested dicts, lists, tuples and sets with ``fn(x)`` in place of each ``x`` that ``type_fn`` accepts.
 
     Keys are kept. OrderedDicts and namedtuples keep their class; of a PackedSequence the data is replaced (fairscale
     calls ``fn`` on it and returns the sequence as it was).
@@ -55,7 +55,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Tree], container: Tree) -> Tre
 
 
 def recursive_copy_to_device(value: Tree, non_blocking: bool, device: torch.device) -> Tree:
-    """Nested lists, tuples and mappings (as dicts) with their tensors on a device."""
+    """Returns nested lists, tuples and mappings (as dicts) with their tensors on a device."""
 
     def again(x: Tree) -> Tree:
         return recursive_copy_to_device(x, non_blocking, device)
@@ -87,7 +87,7 @@ def pack_kwargs(*args: Tree, **kwargs: Tree) -> tuple[tuple[str, ...], Args]:
 
 
 def unpack_kwargs(kwarg_keys: tuple[str, ...], flat_args: Args) -> tuple[Args, Kwargs]:
-    """Arguments and keyword arguments from what :func:`pack_kwargs` returned.
+    """Returns arguments and keyword arguments from what :func:`pack_kwargs` returned.
 
     Raises:
         ConfigurationError: there are more names than values.
@@ -173,7 +173,7 @@ def find_module_instances(module: nn.Module, search_class: type[nn.Module]) -> l
 
 
 def replace_by_prefix_(state_dict: StateDict, old_prefix: str, new_prefix: str) -> None:
-    """Keys that begin with ``old_prefix`` begin with ``new_prefix`` afterwards, in place.
+    """Makes keys that begin with ``old_prefix`` begin with ``new_prefix``, in place.
 
     Raises:
         ConfigurationError: the prefixes are equal.

@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import backend_for
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError, LifecycleError
-
-__getattr__ = redirected_names(__name__)
-
 
 # Read by code of fairscale's time. Nothing depends on it here: every backend has the collective on one buffer.
 enable_nccl_base_collectives = os.getenv("ENABLE_NCCL_BASE_COLLECTIVES", "1") != "0"

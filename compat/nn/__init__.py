@@ -2,7 +2,6 @@
 
 # The module first: its name is then taken by the function, and `from shardkit.nn.auto_wrap import ...` works too.
 from . import auto_wrap as _auto_wrap  # type: ignore[import-not-found]  # isort: skip
-from shardkit.compat.redirected import redirected_names
 
 from .checkpoint import checkpoint_wrapper
 from .data_parallel import FullyShardedDataParallel, ShardedDataParallel
@@ -26,5 +25,3 @@ __all__ = [
     "enable_wrap",
     "wrap",
 ]
-
-__getattr__ = redirected_names(__name__)

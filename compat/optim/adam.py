@@ -144,14 +144,8 @@ class Adam(torch.optim.Optimizer):
             return []
         return [{**g, "params": [self._copies[p] for p in g["params"]]} for g in self.param_groups]
 
-    @property
-    def supports_memory_efficient_fp16(self) -> bool:
-        """Tells fairseq that it does."""
-        return True
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return False
+    supports_memory_efficient_fp16 = property(lambda _: True)  # read by fairseq
+    _step_supports_amp_scaling = property(lambda _: False)
 
     @property
     def mixed_precision(self) -> bool:

@@ -1,13 +1,13 @@
-"""fairscale.optim.adascale: AdaScale with fairscale's arguments, state format and private attributes."""
+"""fairscale.optim.adascale: AdaScale with fairscale's state format and private attributes."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.utils.hooks import RemovableHandle
 
 from shardkit.training import adascale as core
 from shardkit.training.adascale import SQUARE, VARIANCE
@@ -32,39 +32,10 @@ def numpy_globals() -> list[Any]:
 
 
 class AdaScale(core.AdaScale):
-    """fairscale's AdaScale: see :class:`shardkit.AdaScale` for what it does.
-
-    Args:
-        optimizer: any optimizer, OSS included.
-        world_size, scale, smoothing, num_gradients_to_accumulate, is_scaled_loss, debias_ewma: as there.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        world_size: int | None = None,
-        scale: float | None = None,
-        smoothing: float | None = None,
-        num_gradients_to_accumulate: int = 1,
-        is_scaled_loss: bool = True,
-        debias_ewma: bool = True,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            world_size=world_size,
-            scale=scale,
-            smoothing=smoothing,
-            num_gradients_to_accumulate=num_gradients_to_accumulate,
-            is_scaled_loss=is_scaled_loss,
-            debias_ewma=debias_ewma,
-        )
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        """See :meth:`shardkit.AdaScale.zero_grad`."""
-        super().zero_grad()
+    """fairscale's AdaScale: see :class:`shardkit.AdaScale` for what it does, and its arguments."""
 
     def state_dict(self) -> StateDict:
-        """The wrapped optimizer's, with ``state["adascale"]`` as fairscale has it: name -> fp64 numpy array [G].
+        """Returns the wrapped optimizer's, with ``state["adascale"]`` as fairscale's: name -> fp64 numpy array [G].
 
         With ``weights_only=True`` such a file loads under :func:`numpy_globals`.
         """
@@ -81,28 +52,19 @@ class AdaScale(core.AdaScale):
     def _local_grad_sqr(self) -> torch.Tensor | None:
         return self._meter.sums() if self._meter.has_begun else None
 
-    @property
-    def _num_grads_to_accum(self) -> int:
-        return self._meter.expected
+    _num_grads_to_accum = property(attrgetter("_meter.expected"))
+    _hook_handles = property(attrgetter("_meter.hooks.handles"))
 
-    @property
-    def _hook_handles(self) -> list[RemovableHandle]:
-        return self._meter.hooks.handles
-
-    def _grad_sqr_avg(self, pg_idx: int | None = None) -> float:
-        return self._average(SQUARE, pg_idx)
+    def _grad_sqr_avg(self, pg_idx: int | None = None, name: str = SQUARE) -> float:
+        return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())
 
     def _grad_var_avg(self, pg_idx: int | None = None) -> float:
-        return self._average(VARIANCE, pg_idx)
-
-    def _average(self, name: str, pg_idx: int | None) -> float:
-        return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())
+        return self._grad_sqr_avg(pg_idx, VARIANCE)
 
     def _gather_flat_grad(self) -> torch.Tensor:
         return self._averaging.flat_gradient(self._meter.like)
 
-    def _compute_intra_grad_corr_mean(self) -> torch.Tensor:
-        return self.gradient_correlation()
+    _compute_intra_grad_corr_mean = core.AdaScale.gradient_correlation
 
 
 class AdaScaleWrapper(AdaScale):

@@ -41,7 +41,7 @@ class GradientHelper:
         self.outputs_multiplier = outputs_multiplier
 
     def scale_gradients(self, m: nn.Module, inputs: Tree, outputs: Tree) -> tuple[torch.Tensor | None, ...]:
-        """The hook: gradients of the layer's inputs, multiplied at once (a step between could underflow)."""
+        """Serves as the hook: gradients of the layer's inputs, multiplied at once (a step between could underflow)."""
         factor = self.inputs_multiplier * self.outputs_multiplier
         return tuple(None if x is None else x * factor for x in inputs)
 
@@ -128,7 +128,8 @@ class LayerwiseGradientScaler:
         while self._handles:
             self._handles.pop().remove()
 
-    def _check_for_inf_or_nan(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps unless a gradient is inf or nan, and adapts the factors."""
         found = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
         # one transfer to the host for all of them
         flags = [torch.isfinite(g).all().to(found[0][1].device) for _, g in found]
@@ -136,23 +137,13 @@ class LayerwiseGradientScaler:
         overflowed = {p for (p, _), good in zip(found, finite, strict=True) if not good}
         for info in self.layer_info:
             info.found_inf_or_nan = any(p in overflowed for p in info.layer.parameters())
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps unless a gradient is inf or nan, and adapts the factors."""
-        self._check_for_inf_or_nan()
         if not any(info.found_inf_or_nan for info in self.layer_info):
             optimizer.step()
-        self._update_scale()
-
-    def _update_scale(self) -> None:
         for info in self.layer_info:
-            factor = 1.0
-            if info.found_inf_or_nan:
-                factor = self._backoff_factor
-            else:
+            factor = self._backoff_factor
+            if not info.found_inf_or_nan:
                 info.growth_tracker += 1
-                if info.growth_tracker == self._growth_interval:
-                    factor = self._growth_factor
+                factor = self._growth_factor if info.growth_tracker == self._growth_interval else 1.0
             if info.scale_layer and factor != 1.0:
                 info.scaling_factor = max(self._min_scale, min(factor * info.scaling_factor, self._max_scale))
                 info.growth_tracker = 0
@@ -162,5 +153,5 @@ class LayerwiseGradientScaler:
         return self.layer_info
 
     def get_backward_hooks(self) -> list[tuple[str, AnyCallable]]:
-        """Path of each module below the model, and its backward hooks."""
+        """Returns the path of each module below the model, and its backward hooks."""
         return [(name, layer._get_backward_hooks()) for name, layer in self._model.named_modules() if name]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from shardkit.compat.redirected import redirected_function, redirected_names
+from shardkit.compat.redirected import redirected_function
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
@@ -17,8 +17,6 @@ from shardkit.oss.placement import OwnedParameters
 from shardkit.oss.state import part_of_rank
 from shardkit.training.adascale import AdaScale
 from shardkit.types import ProcessGroup, StateDict, Tree
-
-__getattr__ = redirected_names(__name__)
 
 
 class OSS(core.OSS):
@@ -77,7 +75,7 @@ class OSS(core.OSS):
 
     @property
     def _per_device_params(self) -> dict[torch.device, list[list[nn.Parameter]]]:
-        """Device -> rank -> parameters, smallest first."""
+        """Returns the device -> rank -> parameters, smallest first."""
         per_device: dict[torch.device, list[list[nn.Parameter]]] = {}
         for p in self._parameters():
             ranks = per_device.setdefault(p.device, [[] for _ in range(self.world_size)])
@@ -89,16 +87,14 @@ class OSS(core.OSS):
 
     @property
     def _local_params(self) -> list[nn.Parameter]:
-        """Owned parameters that have a gradient."""
+        """Returns owned parameters that have a gradient."""
         return [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
 
-    @property
-    def _partition_parameters(self) -> list[list[StateDict]]:
-        return self.partition_parameters()
+    _partition_parameters = property(core.OSS.partition_parameters)
 
     @property
     def _all_states(self) -> list[StateDict]:
-        """Each rank's inner state dict as of the last consolidation; empty before."""
+        """Returns each rank's inner state dict as of the last consolidation; empty before."""
         if self._consolidated is None:
             return []
         whole = self.state_dict()
@@ -111,7 +107,7 @@ class OSS(core.OSS):
 
     @property
     def buckets(self) -> dict[torch.device, dict[int, torch.Tensor]]:
-        """Device -> rank -> the flat buffer that the rank's trainable parameters are views of."""
+        """Returns the device -> rank -> the flat buffer that the rank's trainable parameters are views of."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
         if not isinstance(self.placement, OwnedParameters):
             return found

@@ -4,9 +4,8 @@ Code that only imports such a name, subclasses it or asks ``isinstance`` keeps w
 reading an attribute of its class raises :class:`shardkit.errors.RedirectedError`.
 
 The names stand in the table of :mod:`.redirections`. Names that a module of fairscale's has from elsewhere, and that
-work, stand in :mod:`.reexports`, with the modules that have moved. :func:`redirected_names` gives a module of
-``compat/`` its entries. A module that has nothing else has no file: :func:`serve` puts a finder before all others,
-which makes such a module of its entries when it is imported.
+work, stand in :mod:`.reexports`, with the modules that have moved. :func:`serve` puts a finder before all others, which
+gives a module of ``compat/`` its entries when it is imported. A module that has nothing else has no file.
 
 Each name is listed with its reason in tests/parity/differences.py as well (kind "redirected"), from which
 docs/PARITY.md is made.
@@ -20,13 +19,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardkit.errors import RedirectedError
 
-from .redirections import REDIRECTED
+from . import PARTS
+from .redirections import REDIRECTED, REDIRECTED_MODULES
 from .reexports import MOVED, REEXPORTED, origins
 
 if TYPE_CHECKING:
@@ -88,10 +88,7 @@ def redirected_function(name: str, instead: str, *, why: str) -> Callable[..., N
 
 
 def redirected_names(module: str) -> Callable[[str], Tree]:
-    """Returns the ``__getattr__`` of a module: its names in the table, made when they are asked for::
-
-    __getattr__ = redirected_names(__name__)
-    """
+    """Returns the ``__getattr__`` of a module: its names in the table, made when they are asked for."""
     path = module.removeprefix(f"{_ROOT}.")
     names = _names_of(path)
 
@@ -118,11 +115,11 @@ def _defined_in(module: ModuleType) -> set[str]:
 def _names_of(path: str) -> dict[str, Callable[[], Tree]]:
     """Returns what the table has for a module: each name, and what makes it."""
     found: dict[str, Callable[[], Tree]] = {}
-    for names, instead, why in REDIRECTED.get(path, ()):
-        for name in names.split():
+    for entry in REDIRECTED:
+        for name in entry.of(path):
             make = redirected_function if name.endswith("()") else redirected
             short = name.removesuffix("()")
-            found[short] = functools.partial(make, f"{path}.{short}", instead, why=why)
+            found[short] = functools.partial(make, f"{path}.{short}", entry.instead, why=entry.why)
     for name, (home, there) in origins(path).items():
         found[name] = functools.partial(_imported, home, there)
     return found
@@ -139,7 +136,7 @@ def is_redirected(thing: object) -> bool:
 
 
 # ---------------------------------------------------------------- modules that have no file
-_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED, *REEXPORTED, *MOVED)}
+_SERVED = {f"{_ROOT}.{path}" for path in (*REDIRECTED_MODULES, *REEXPORTED, *MOVED)}
 _SERVED |= {name.rpartition(".")[0] for name in _SERVED}  # the packages they are in
 
 
@@ -153,7 +150,7 @@ def _new_name(fullname: str) -> str:
 
 
 class _TableFinder(MetaPathFinder):
-    """Finds the modules of the table, except for those that have a file, which also take their entries from it.
+    """Finds the modules of the table.
 
     It is asked first: a folder in which nothing but a cache is left would be found as a namespace package.
     """
@@ -169,6 +166,8 @@ class _TableFinder(MetaPathFinder):
             return None
         found = PathFinder.find_spec(fullname, path, target)
         if found is not None and found.has_location:
+            if isinstance(found.loader, SourceFileLoader) and fullname.split(".")[1] in PARTS:
+                found.loader = _FileLoader(found.loader.name, found.loader.path)
             return found
         is_package = any(name.startswith(f"{fullname}.") for name in _SERVED)
         return ModuleSpec(
@@ -177,6 +176,14 @@ class _TableFinder(MetaPathFinder):
             origin=f"the table of {_ROOT}.compat.redirections",
             is_package=is_package,
         )
+
+
+class _FileLoader(SourceFileLoader):
+    """Gives a module that has a file its entries, too."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = redirected_names(module.__name__)
+        super().exec_module(module)
 
 
 class _Moved(Loader):

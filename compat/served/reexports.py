@@ -30,8 +30,11 @@ MOVED = {
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "model_parallel.regions": "model_parallel.layers",
+    "nn.data_parallel.fsdp_facts": "nn.data_parallel.fully_sharded_data_parallel",
     "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
+    "pipeline.partition": "pipeline.microbatch",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
@@ -65,7 +68,8 @@ REEXPORTED = {
     "create_event_recorder, create_process_group, flatten_tensors, group_by_dtype, make_logger, "
     "unflatten_tensors",
     "experimental.nn.data_parallel.gossip.gossiper":
-    "experimental.nn.data_parallel.gossip.graph_manager: GraphManager, MixingManager, UniformMixing",
+    "experimental.nn.data_parallel.gossip.graph_manager: Gossiper, GraphManager, MixingManager, PushPull, "
+    "PushSum, UniformMixing, dist_backend",
     "experimental.nn.data_parallel.gossip.mixing_manager":
     "experimental.nn.data_parallel.gossip.graph_manager: GraphManager, MixingManager, UniformMixing",
     "experimental.nn.data_parallel.gossip.utils.cuda_metering":
@@ -105,6 +109,9 @@ REEXPORTED = {
     "internal: torch_version; model_parallel.groups: destroy_model_parallel, initialize_model_parallel",
     "fair_dev.testing.testing_memory": "fair_dev.testing.testing: find_tensor_by_shape",
     "internal.object": "internal.containers: pyobject_to_tensor, tensor_to_pyobject",
+    "internal.parallel":
+    "internal.params: ProcessGroupName, chunk_and_pad, enable_pytorch_sync_bn, get_process_group_cached, "
+    "validate_process_group",
     "internal.state_dict": "internal.containers: find_module_instances, replace_by_prefix_",
     "internal.version": "internal: torch_version",
     "nn.auto_wrap":
@@ -117,16 +124,17 @@ REEXPORTED = {
     "disable_checkpointing, enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, "
     "patch_batchnorm, thread_local",
     "nn.checkpoint.checkpoint_utils": "wrapping.activations: patch_batchnorm",
+    "nn.data_parallel":
+    "nn.data_parallel.fully_sharded_data_parallel: OffloadConfig, TrainingState, no_pre_load_state_dict_hook",
     "nn.data_parallel.fsdp_optim_utils":
-    "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fsdp_facts: "
+    "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
     "check_param_counts_before_sharding, is_singleton_tensor",
     "nn.data_parallel.fully_sharded_data_parallel":
     "flattening.keys: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
     "FlattenParamsWrapper; internal.containers: apply_to_tensors, recursive_copy_to_device, "
     "replace_by_prefix_; internal.parallel: chunk_and_pad, enable_pytorch_sync_bn, "
     "validate_process_group; internal.params: calc_grad_norm; internal.reduce_scatter_bucketer: "
-    "ReduceScatterBucketer, enable_nccl_base_collectives; nn.data_parallel: fsdp_optim_utils as ou; "
-    "nn.data_parallel.fsdp_facts: TrainingState",
+    "ReduceScatterBucketer, enable_nccl_base_collectives; nn.data_parallel: fsdp_optim_utils as ou",
     "nn.data_parallel.sharded_ddp":
     "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank",
     "nn.misc.checkpoint_activations":
@@ -207,8 +215,8 @@ REEXPORTED = {
     "nn.pipe.pipe":
     "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
     "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
-    "pipeline.microbatch: DeferredBatchNorm, Value as TensorOrTensors; "
-    "pipeline.partition: BalanceError, verify_module; pipeline.pipe: Device, MOVING_DENIED, Pipe; "
+    "pipeline.microbatch: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
+    "pipeline.pipe: Device, MOVING_DENIED, Pipe; "
     "pipeline.skip: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":
     "nn.pipe.copy: Copy, Wait; nn.pipe.parts: Checkpointing, Tensors, current_stream, fork, join, "
@@ -224,8 +232,9 @@ REEXPORTED = {
     "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.skip: "
     "Namespace",
     "nn.pipe.skip.skippable":
-    "nn.pipe.parts: Tensors; nn.pipe.skip.tracker: current_skip_tracker; pipeline.microbatch: Batch; "
-    "pipeline.skip: Namespace, pop, skippable, stash, verify_skippables",
+    "nn.pipe.parts: SkippableT as T, StashPopGenerator, TensorOrTensors, Tensors; nn.pipe.skip.tracker: "
+    "current_skip_tracker; pipeline.microbatch: Batch; pipeline.skip: Namespace, Skippable, StashPop, pop, "
+    "skippable, stash, verify_skippables",
     "nn.pipe.skip.tracker":
     "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.microbatch: Batch; pipeline.skip: "
     "Namespace, SkipLayout; wrapping.activations: is_checkpointing",

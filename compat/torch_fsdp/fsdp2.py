@@ -109,9 +109,8 @@ def uninstall() -> None:
         if "accelerate.state" in sys.modules:
             from accelerate.state import AcceleratorState
 
-            AcceleratorState.__init__ = getattr(
-                AcceleratorState.__init__, "__wrapped__", AcceleratorState.__init__
-            )
+            begin = AcceleratorState.__init__
+            AcceleratorState.__init__ = getattr(begin, "__wrapped__", begin)
         install_in_children(__name__, False)
 
 
@@ -125,9 +124,8 @@ def _with_plugin_on_cpus(begin: AnyCallable) -> AnyCallable:
             from accelerate.state import DistributedType, PartialState
 
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            PartialState._shared_state["distributed_type"] = (
-                DistributedType.FSDP
-            )  # from where it is read each time
+            # from where it is read each time
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             if self.mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self.mixed_precision)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OptimStateKeyType
-from torch.distributed.fsdp.api import (  # noqa: F401 - also for those who look for them here
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -27,29 +31,64 @@ from torch.distributed.fsdp.api import (  # noqa: F401 - also for those who look
     StateDictSettings,
     StateDictType,
 )
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit.backend import backend_of_job
+from shardkit.backend import Backend, Group, backend_of_job
+from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.flattening.flat_parameter import FLAT_PREFIX
+from shardkit.fsdp import hybrid_groups
 from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone, put_together
-from shardkit.fsdp.optim_state import gather_parts
+from shardkit.fsdp.forward import cast_inputs
+from shardkit.fsdp.optim_state import gather_parts, parameters_of
+from shardkit.fsdp.originals import managing
 from shardkit.fsdp.registered import Registered
-from shardkit.fsdp.state import Ignored, Options, modules_outside_units, summoned
-from shardkit.fsdp.unit import Unit
-from shardkit.nn.data_parallel.fsdp_facts import PassedGroup
-from shardkit.torch_fsdp.arguments import broadcast_buffers, materialize_each, move_buffers, move_from_host
-from shardkit.types import Kwargs, ProcessGroup, Tree
+from shardkit.fsdp.state import (
+    Ignored,
+    Options,
+    ShardingState,
+    clean,
+    modules_outside_units,
+    plain_name,
+    summoned,
+)
+from shardkit.fsdp.wrapper import Door
+from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
+from shardkit.optimizer_state.forms import (
+    Form,
+    Source,
+    from_rank_0,
+    from_state,
+    gather_by_name,
+    shard_by_name,
+)
+from shardkit.optimizer_state.slots import Slot
+from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
+from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
+from shardkit.wrapping.context import WrapContext, wrap_tree
+from shardkit.wrapping.policies import adapt_policy
 
-from . import api, arguments, facts
-from .optimizer_states import OptimizerStates
+from . import api
 
 __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
 
 _NOT_HANDED_ON = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 _SHOWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
+_KINDS: dict[str, type] = {
+    "sharding_strategy": ShardingStrategy,
+    "cpu_offload": CPUOffload,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+    "device_mesh": DeviceMesh,
+}
+OptimInput = list[ParamGroup] | Iterable[nn.Parameter]
 
 
-class FullyShardedDataParallel(OptimizerStates):
+class FullyShardedDataParallel(StandIn):
     """torch's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does. Rank 0's initial values count.
 
     Args:
@@ -76,6 +115,15 @@ class FullyShardedDataParallel(OptimizerStates):
         RankMismatchError: see :class:`shardkit.FSDP`.
     """
 
+    _settings: StateDictSettings  # of state dicts
+    # as they were passed, or torch's defaults
+    sharding_strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+
     def __init__(
         self,
         module: nn.Module,
@@ -96,32 +144,37 @@ class FullyShardedDataParallel(OptimizerStates):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_HANDED_ON}
-        arguments.check_kinds(
-            sharding_strategy, cpu_offload, backward_prefetch, mixed_precision, device_mesh, process_group
-        )
-        ignored = arguments.ignored_of(module, ignored_modules, ignored_states)
+        for name, kind in _KINDS.items():
+            if given[name] is not None and not isinstance(given[name], kind):
+                raise ConfigurationError(
+                    f"{name} is {given[name]!r}; pass a {kind.__name__} of torch, or None"
+                )
+        if device_mesh is not None and process_group is not None:
+            raise ConfigurationError("pass process_group or device_mesh, not both: a mesh has its groups")
+        ignored = ignored_of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             below = {**given, "ignored_states": [*ignored.modules, *ignored.parameters]}
-            arguments.wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
+            wrap_below(module, auto_wrap_policy, ignored, FullyShardedDataParallel, below)
         self._wrap(module, ignored, given)
         self.__dict__.update({name: given[name] for name in _SHOWN})
-        self._settings = facts.checked(StateDictType.FULL_STATE_DICT, None, None)
-        self.register_load_state_dict_pre_hook(facts.gather_loaded)
+        self._settings = checked(StateDictType.FULL_STATE_DICT, None, None)
+        self.register_load_state_dict_pre_hook(gather_loaded)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
         """Gives the module start values where it is to be, and shards it."""
         strategy = given["sharding_strategy"] or ShardingStrategy.FULL_SHARD
         offload, mixed = given["cpu_offload"], given["mixed_precision"]
-        group, replicas = arguments.groups_of(strategy, given["process_group"], given["device_mesh"])
+        group, replicas = groups_of(strategy, given["process_group"], given["device_mesh"])
         backend = backend_of_job()
-        device = arguments.device_of(given["device_id"], backend)
+        device = device_of(given["device_id"], backend)
         materialize_each(module, given["param_init_fn"], device or backend.device(), ignored)
         own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
         if device is not None:
             move_from_host(own, device, ignored.parameters)
         offloads = offload is not None and offload.offload_params
         params = [p for m in own for p in m.parameters(recurse=False) if p not in ignored.parameters]
-        compute = arguments.compute_device(params, offloads, backend)
+        compute = device_for(params, None, offloads)
+        casts = mixed or MixedPrecision(cast_forward_inputs=True)
         prefetches = given["backward_prefetch"] is not None or given["forward_prefetch"]
         options = Options(
             group=group,
@@ -129,7 +182,12 @@ class FullyShardedDataParallel(OptimizerStates):
             flatten=not given["use_orig_params"],
             layout=EachAlone(AlignedLayout(None)) if given["use_orig_params"] else AlignedLayout(None),
             device=compute,
-            **arguments.policies(strategy, mixed, offload, prefetches),
+            precision=PrecisionPolicy(compute=casts.param_dtype, buffers=casts.buffer_dtype),
+            reduce=ReducePolicy(dtype=casts.reduce_dtype),
+            casts_inputs=casts.cast_forward_inputs,
+            casts_root_inputs=casts.cast_root_forward_inputs,
+            reshard=ReshardPolicy(strategy not in _KEEPING, prefetch=int(prefetches)),
+            offload=OffloadPolicy(parameters=offloads),
         )
         self._shard(module, options, ignored)
         if compute is not None:
@@ -142,13 +200,76 @@ class FullyShardedDataParallel(OptimizerStates):
         self.mixed_precision = mixed or MixedPrecision()
         self.cpu_offload = offload or CPUOffload()
 
+    # ------------------------------------------------------------ what existing code reads
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Returns the FSDP modules at and below a module; with ``root_only`` those that are in no other one."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        inner = {m for outer in found for m in outer.modules() if m is not outer} if root_only else set()
+        return [m for m in found if m not in inner]
+
+    module = property(attrgetter("_fsdp_wrapped_module._fpw_module"))  # the wrapped one
+    rank = property(lambda self: ranks_of(self._state).rank)
+    world_size = property(lambda self: ranks_of(self._state).world_size)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Returns the group to shard over, as it was passed, or as torch knows it."""
+        passed = self._passed_group.value
+        if isinstance(passed, tuple):
+            return passed[0]
+        if isinstance(passed, torch.distributed.device_mesh.DeviceMesh):
+            return passed.get_group(passed.ndim - 1)
+        return torch.distributed.group.WORLD if passed is None else passed
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return not self._state.options.flatten
+
+    # ------------------------------------------------------------ what it is doing
+    @property
+    def training_state(self) -> TrainingState:  # type: ignore[override]
+        """Says what the module is doing."""
+        engine = self._state.engine
+        if self._state.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if engine is not None and (engine.forwards or engine.state.task != NO_BACKWARD):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    _assert_state = StandIn.assert_state
+
+    # ------------------------------------------------------------ names
+    def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:
+        """Lists names as torch's: what wrapping added is in them, but not inside of ``summon_full_params``."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield self._named(name), param
+
+    def named_buffers(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, torch.Tensor]]:
+        """Lists names as torch's, as of parameters."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._named(name), buffer
+
+    def _named(self, name: str) -> str:
+        if self._state.summoned is not None:
+            return clean(name)
+        *path, last = (part for part in name.split(".") if part != "_fpw_module")
+        if last.startswith(FLAT_PREFIX) and self._state.options.flatten:
+            number = last.removeprefix(FLAT_PREFIX)
+            last = "_flat_param" if number == "0" else f"_flat_param_{number}"
+        return ".".join([*path, last])
+
+    def extra_repr(self) -> str:
+        """Shows place and strategy."""
+        return f"rank={self.rank}, world_size={self.world_size}, {self.sharding_strategy}"
+
     # ------------------------------------------------------------ units
     def check_is_root(self) -> bool:
-        """Whether this is the outermost FSDP module, as far as forward has shown."""
+        """Says whether this is the outermost FSDP module, as far as forward has shown."""
         return self._state.is_root is not False
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> NoReturn:
-        """Not here.
+        """Refuses: it is not here.
 
         Raises:
             ConfigurationError: always.
@@ -190,8 +311,14 @@ class FullyShardedDataParallel(OptimizerStates):
             )
         found = FullyShardedDataParallel.fsdp_modules(module)
         chosen = found if recurse else [m for m in found if m is module]
-        if with_grads:
-            check_reduced(m._state.unit for m in chosen)
+        for m in chosen if with_grads else ():
+            if m._state.unit.has_local_gradients():
+                flat = m._state.unit.flats[0]
+                raise LifecycleError(
+                    f"rank {flat.group.ranks[flat.group.rank]}: gradients of {flat.names[0]!r} are this rank's own, "
+                    "from a backward inside of no_sync(); full gradients are there after the next backward outside "
+                    "of it"
+                )
         with contextlib.ExitStack() as stack:
             for m in chosen:
                 stack.enter_context(summoned(m._state, recurse, writeback))
@@ -218,8 +345,36 @@ class FullyShardedDataParallel(OptimizerStates):
         before = set(destination or ())
         found = super().state_dict(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
-            facts.settle(self, self._settings, found, prefix, before, self._passed_group.value)
+            self._settle(found, prefix, before)
         return found
+
+    def _settle(self, found: StateDict, prefix: str, before: set[str]) -> None:
+        """Makes of a unit's full entries what its settings say: none, some on the CPU, or DTensors.
+
+        Args:
+            found: the state dict.
+            before: keys of others'.
+        """
+        config, state = self._settings.state_dict_config, self._state
+        keys = [k for k in found if k.startswith(prefix) and k not in before]
+        if isinstance(config, FullStateDictConfig) and config.rank0_only and ranks_of(state).rank != 0:
+            for key in keys:
+                del found[key]
+            return
+        if self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            if state.group.world_size == 1 and state.replicas is not None:
+                raise ConfigurationError(
+                    "SHARDED_STATE_DICT of a module with NO_SHARD, where every rank has all: use FULL_STATE_DICT"
+                )
+            mesh = mesh_over(self._passed_group.value, state.group.backend.device_type)
+            own = own_keys(state, prefix)
+            for key in keys:
+                if key in own and isinstance(found[key], torch.Tensor) and not is_cut(found[key]):
+                    found[key] = cut_rows(found[key], mesh)
+        if config.offload_to_cpu:
+            for key in keys:
+                if isinstance(found[key], torch.Tensor):
+                    found[key] = found[key].cpu()
 
     @staticmethod
     def set_state_dict_type(
@@ -237,8 +392,8 @@ class FullyShardedDataParallel(OptimizerStates):
             ConfigurationError: LOCAL_STATE_DICT; a configuration is for another kind.
         """
         found = FullyShardedDataParallel.fsdp_modules(module)
-        before = facts.settings_of(found)
-        now = facts.checked(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = settings_of(found)
+        now = checked(state_dict_type, state_dict_config, optim_state_dict_config)
         for unit in found:
             unit._settings = now
         return before or now
@@ -250,7 +405,7 @@ class FullyShardedDataParallel(OptimizerStates):
         Raises:
             ConfigurationError: they differ.
         """
-        return facts.settings_of(FullyShardedDataParallel.fsdp_modules(module))
+        return settings_of(FullyShardedDataParallel.fsdp_modules(module))
 
     @staticmethod
     @contextlib.contextmanager
@@ -270,23 +425,225 @@ class FullyShardedDataParallel(OptimizerStates):
             for unit in FullyShardedDataParallel.fsdp_modules(module):
                 unit._settings = before
 
+    # ------------------------------------------------------------ optimizer state
+    # All are functions of a model, which need be no FSDP module itself.
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict | None = None,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """Returns an optimizer's state by names of original parameters (collective).
 
-# ------------------------------------------------------------ full gradients
-def check_reduced(units: Iterable[Unit]) -> None:
-    """To be called before the original parameters are summoned.
+        Args:
+            model: outermost module, whose settings say whether it is full or holds DTensors.
+            optim: the optimizer, made of ``model.parameters()``.
+            optim_state_dict: its ``state_dict()`` by default.
+            group: accepted; units know their ranks.
+
+        Raises:
+            ConfigurationError: the optimizer is not this model's.
+        """
+        _, own = _first_of(model)
+        config = own.optim_state_dict_config
+        if own.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return _sharded(model, optim, optim_state_dict, config.offload_to_cpu)
+        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+        return _full(model, optim, optim_state_dict, rank0_only, config.offload_to_cpu)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """Returns this rank's part of such a state, for ``optim.load_state_dict`` (collective with ``rank0_only``).
+
+        Raises:
+            ConfigurationError: it is of another model, or by numbers; ``is_named_optimizer``.
+        """
+        _, own = _first_of(model)
+        if is_named_optimizer:
+            raise ConfigurationError(
+                "is_named_optimizer=True: optimizers that name their parameters themselves are not taken; use one of "
+                "torch.optim, whose state is named here"
+            )
+        if own.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            raise ConfigurationError("there is no optimizer state of LOCAL_STATE_DICT; use FULL or SHARDED")
+        config = own.optim_state_dict_config
+        if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
+            part = _from_rank_0(model, optim, optim_state_dict, group)
+        else:
+            part = _cut(model, optim, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(part)
+        return part
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput | None = None,
+        rank0_only: bool = True,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """Returns :meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
+        _warn_of(optim_input)
+        return _full(model, optim, None, rank0_only, True)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
+        """Returns :meth:`optim_state_dict` with SHARDED_STATE_DICT."""
+        return _sharded(model, optim, None, True)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: SavedState,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """Returns this rank's part of a full state that every rank has."""
+        optim = _optimizer_of(model, optim, optim_input)
+        return _cut(model, optim, full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: SavedState, model: nn.Module, optim: Optimizer
+    ) -> StateDict:
+        """Returns this rank's part of what :meth:`sharded_optim_state_dict` returned (collective)."""
+        return _cut(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: SavedState | None,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """Returns this rank's part of a full state that the first rank has (collective); others pass None."""
+        optim = _optimizer_of(model, optim, optim_input)
+        return _from_rank_0(model, optim, full_optim_state_dict, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: SavedState,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """Returns state by names of a model's parameters from state by numbers, or the other way round.
+
+        Args:
+            model: not wrapped.
+            optim, optim_input: say the order of numbers; by default that of ``model.parameters()``.
+
+        Raises:
+            ConfigurationError: the keys are not what is expected, or of other parameters.
+        """
+        name_of = {p: plain_name(n) for n, p in model.named_parameters()}
+        params = [p for g in _optimizer_of(model, optim, optim_input).param_groups for p in g["params"]]
+        keys = [k for g in optim_state_dict["param_groups"] for k in g["params"]]
+        by_name = all(isinstance(k, str) for k in keys)
+        if by_name == (optim_state_key_type is OptimStateKeyType.PARAM_NAME):
+            return dict(optim_state_dict)
+        if by_name:
+            position = {name_of[p]: i for i, p in enumerate(params)}
+            new: dict[object, int | str | None] = {k: position.get(plain_name(k)) for k in keys}
+        else:
+            new = {k: name_of[params[k]] if k < len(params) else None for k in keys}
+        unknown = [k for k, v in new.items() if v is None]
+        if unknown:
+            raise ConfigurationError(
+                f"optimizer state of {unknown[0]!r}, which is no parameter of this model"
+            )
+        # sorted: torch goes by the places of numbers when it loads
+        listed = [[new[k] for k in g["params"]] for g in optim_state_dict["param_groups"]]
+        groups = [
+            {**g, "params": sorted(own) if by_name else own}
+            for g, own in zip(optim_state_dict["param_groups"], listed, strict=True)
+        ]
+        states = {new.get(k, k): v for k, v in optim_state_dict["state"].items()}
+        return {**optim_state_dict, "state": states, "param_groups": groups}
+
+
+# ------------------------------------------------------------ settings of state dicts
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def checked(
+    kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
+) -> StateDictSettings:
+    """Returns settings of a kind, with torch's defaults.
 
     Raises:
-        LifecycleError: there are gradients that ``no_sync`` keeps, which are not reduced yet.
+        ConfigurationError: a configuration is for another kind; the kind is LOCAL_STATE_DICT.
     """
+    wanted = _CONFIGS[kind]
+    config = wanted[0]() if config is None else config
+    optim_config = wanted[1]() if optim_config is None else optim_config
+    for given, type_ in zip((config, optim_config), wanted, strict=True):
+        if type(given) is not type_:
+            raise ConfigurationError(f"{kind} goes with a {type_.__name__}, not a {type(given).__name__}")
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        raise ConfigurationError(
+            "LOCAL_STATE_DICT is not made here. For a file of each rank's own use model.local_state_dict() and "
+            "model.load_local_state_dict(); for a checkpoint that loads at other world sizes use SHARDED_STATE_DICT "
+            "and torch.distributed.checkpoint"
+        )
+    return StateDictSettings(kind, config, optim_config)
+
+
+def settings_of(units: Iterable[FullyShardedDataParallel]) -> StateDictSettings | None:
+    """Returns those that all units have; None where there are no units.
+
+    Raises:
+        ConfigurationError: units have different ones.
+    """
+    found: StateDictSettings | None = None
     for unit in units:
-        if unit.has_local_gradients():
-            flat = unit.flats[0]
-            raise LifecycleError(
-                f"rank {flat.group.ranks[flat.group.rank]}: gradients of {flat.names[0]!r} are this rank's own, from a "
-                "backward inside of no_sync(); full gradients are there after the next backward outside of it"
+        if found is not None and unit._settings != found:
+            raise ConfigurationError(
+                f"FSDP modules have different settings for state dicts, {found} and {unit._settings}; call "
+                "FSDP.set_state_dict_type with the outermost module"
             )
+        found = unit._settings
+    return found
 
 
+# ------------------------------------------------------------ what becomes of a full state dict
+def own_keys(state: ShardingState, prefix: str = "") -> set[str]:
+    """Returns keys of a unit's own parameters in a full state dict."""
+    names = [n for flat in state.flats for n in flat.names] + [other for _, other in state.shared_paths]
+    return {prefix + plain_name(n) for n in names}
+
+
+def ranks_of(state: ShardingState) -> Group:
+    """Returns the ranks that share a unit's work, of which the first keeps what only one keeps."""
+    return state.group if state.group.world_size > 1 or state.replicas is None else state.replicas
+
+
+def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *others: object) -> None:
+    """Serves as a hook before loading: DTensors for a unit's own parameters become full tensors (collective)."""
+    if not isinstance(wrapper, Door):
+        return
+    own = own_keys(wrapper._state)
+    for key, value in list(state_dict.items()):
+        if key.startswith(prefix) and is_cut(value) and plain_name(key[len(prefix) :]) in own:
+            state_dict[key] = whole(value)
+
+
+# ------------------------------------------------------------ full gradients
 @contextlib.contextmanager
 def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[None]:
     """Inside, original parameters have their reduced gradients, in full shape; None where there is none (collective).
@@ -294,7 +651,6 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
     Args:
         flats: whose original parameters are summoned.
         writeback: changes are kept. Ranks must make the same ones.
-
     """
     try:
         for flat in flats:
@@ -331,3 +687,414 @@ def _keep(listing: Registered) -> None:
     ]
     own = put_together(rows, listing.layout)[listing.layout.part(listing.group.rank)]
     gradient.copy_(own.view(gradient.shape))
+
+
+# ------------------------------------------------------------ optimizer state
+def _first_of(model: nn.Module) -> tuple[FullyShardedDataParallel, StateDictSettings]:
+    """Returns the outermost unit of a model, and the settings of all."""
+    found = FullyShardedDataParallel.fsdp_modules(model)
+    own = settings_of(found)
+    if own is None:
+        raise ConfigurationError(
+            f"there is no FSDP module in this {type(model).__name__}; pass the wrapped model"
+        )
+    return found[0], own
+
+
+def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
+    part = _part(model, optim, state.get("param_groups", ()), from_state(_plain(state["state"])))
+    if "param_groups" not in state:  # whoever left them out has them
+        del part["param_groups"]
+    return part
+
+
+def _plain(state: SavedState) -> StateDict:
+    """Returns state by names, without what wrapping added to them."""
+    return {plain_name(name): values for name, values in state.items() if isinstance(name, str)}
+
+
+def _part(model: nn.Module, optim: Optimizer, groups: Iterable[ParamGroup], source: Source) -> StateDict:
+    named = [
+        {**g, "params": [plain_name(n) if isinstance(n, str) else n for n in g["params"]]} for g in groups
+    ]
+    return shard_by_name(parameters_of(model, optim), optim, named, source)
+
+
+def _gathered(
+    model: nn.Module, optim: Optimizer, state: StateDict | None, form: Form, keep: bool = True
+) -> StateDict:
+    saved = optim.state_dict() if state is None else state
+    return gather_by_name(parameters_of(model, optim), optim, saved, form, keep)
+
+
+def _full(
+    model: nn.Module, optim: Optimizer, state: StateDict | None, rank0_only: bool, on_cpu: bool
+) -> StateDict:
+    """Gathers full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
+
+    def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return part if on_cpu else part.to(like.device)
+
+    keep = not rank0_only or ranks_of(_first_of(model)[0]._state).rank == 0
+    return _gathered(model, optim, state, form, keep)
+
+
+def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu: bool) -> StateDict:
+    """Returns the same with DTensors (collective)."""
+
+    ranks = _first_of(model)[0]._passed_group.value
+    replicas = {
+        id(f.param): m._state.replicas
+        for m in FullyShardedDataParallel.fsdp_modules(model)
+        for f in m._state.listings
+    }
+
+    def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if slot.group is None or (slot.world_size == 1 and replicas.get(id(slot.param)) is not None):
+            return part
+        made = cut_rows(part, mesh_over(ranks, slot.group.backend.device_type))
+        return made.cpu() if on_cpu else made.to(like.device)
+
+    return _gathered(model, optim, state, form)
+
+
+def _from_rank_0(
+    model: nn.Module, optim: Optimizer, state: SavedState | None, group: ProcessGroup
+) -> StateDict:
+    """Returns the same where only the first rank has the state (collective)."""
+    ranks = backend_of_job().group(group)
+    control = ranks.channel("control")
+    mine = state if ranks.rank == 0 else None
+    told = None if mine is None else mine.get("param_groups", [])
+    groups = control.broadcast_object(told, 0, label="optimizer options of rank 0")
+    if groups is None:
+        raise ConfigurationError("the first rank passed no optimizer state; it has to have the full one")
+    return _part(model, optim, groups, from_rank_0(_plain((mine or {}).get("state", {})), ranks))
+
+
+def _warn_of(optim_input: OptimInput | None) -> None:
+    if optim_input is not None:
+        text = "The `optim_input` argument is deprecated. Pass the optimizer as `optim` instead"
+        warnings.warn(text, FutureWarning, stacklevel=4)
+
+
+def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
+    """Returns the optimizer, or one that stands for the parameters which an optimizer was given."""
+    _warn_of(optim_input)
+    if optim is not None:
+        return optim
+    given = [*model.parameters()] if optim_input is None else [*optim_input]
+    # an optimizer fills in dicts that it is given: these stay the caller's
+    copied = [{"params": g["params"]} if isinstance(g, dict) else g for g in given]
+    return torch.optim.SGD(copied, lr=0.0)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------ torch's arguments, as the core's
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEEPING = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_LOCAL = "LOCAL_WORLD_SIZE"  # as torchrun sets it
+
+
+def groups_of(
+    strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Returns the ranks that a strategy shards over, and those that hold the same shard.
+
+    Raises:
+        ConfigurationError: they are not what the strategy needs.
+    """
+    if strategy in HYBRID:
+        return _hybrid(strategy, process_group, mesh)
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"device_mesh has {mesh.ndim} dimensions and {strategy} shards over one: pass mesh[name] of that one, "
+                "or a hybrid strategy, which averages gradients over the first and shards over the second"
+            )
+        process_group = mesh.get_group(0)
+    if isinstance(process_group, tuple):
+        raise ConfigurationError(
+            f"process_group is a tuple of groups, which HYBRID_SHARD takes; {strategy} takes one"
+        )
+    if strategy is ShardingStrategy.NO_SHARD and backend_of_job().group(process_group).world_size > 1:
+        return hybrid_groups(1, process_group)
+    return process_group, None
+
+
+def _hybrid(
+    strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
+) -> tuple[ProcessGroup, ProcessGroup]:
+    if mesh is not None:
+        if mesh.ndim != 2:
+            raise ConfigurationError(
+                f"device_mesh has {mesh.ndim} dimensions; {strategy} needs two: replicas, then shards"
+            )
+        return mesh.get_group(1), mesh.get_group(0)
+    if process_group is None:
+        size = os.environ.get(_LOCAL)
+        if size is None:
+            raise ConfigurationError(
+                f"{strategy} without groups shards over the ranks of a machine, and {_LOCAL} does not say how many "
+                "these are (torchrun sets it). Pass process_group=(shards, replicas), or a two-dimensional device_mesh"
+            )
+        return hybrid_groups(int(size))
+    if not isinstance(process_group, tuple) or len(process_group) != 2:
+        raise ConfigurationError(
+            f"process_group is {process_group!r}; {strategy} takes (ranks to shard over, replicas), or None"
+        )
+    return process_group
+
+
+# ------------------------------------------------------------ what is left alone
+def ignored_of(
+    module: nn.Module,
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> Ignored:
+    """Finds what is not to be sharded, also by what units below were told.
+
+    Raises:
+        ConfigurationError: both are given; an element is neither module nor parameter, or a sharded module.
+    """
+    if modules is not None and states is not None:
+        raise ConfigurationError("pass ignored_states alone: ignored_modules is an older name for it")
+    found = Ignored()
+    for item in (*(modules or ()), *(states or ())):
+        if isinstance(item, Door):
+            raise ConfigurationError(
+                "ignored modules can't be FSDP modules themselves; ignore what they wrap"
+            )
+        if isinstance(item, nn.Module):
+            found.modules.update(m for m in item.modules() if not isinstance(m, Door))
+        elif isinstance(item, nn.Parameter) and modules is None:
+            found.parameters.add(item)
+        else:
+            raise ConfigurationError(
+                f"what is ignored are modules or (in ignored_states) parameters, not {type(item).__name__}"
+            )
+    for m in module.modules():
+        if isinstance(m, Door):
+            found.modules |= m._state.ignored.modules
+            found.parameters |= m._state.ignored.parameters
+    for m in found.modules:
+        found.parameters.update(p for p in m._parameters.values() if p is not None)
+    return found
+
+
+# ------------------------------------------------------------ where
+def device_of(device_id: int | torch.device | None, backend: Backend) -> torch.device | None:
+    """Returns the device that is named; None if none is."""
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        return (
+            torch.device("cpu")
+            if backend.device_type == "cpu"
+            else torch.device(backend.device_type, device_id)
+        )
+    device = torch.device(device_id)
+    return backend.device() if device.type == backend.device_type and device.index is None else device
+
+
+# ------------------------------------------------------------ which modules become units: torch's policies
+def wrap_below(
+    root: nn.Module, policy: object, ignored: Ignored, wrapper: AnyCallable, arguments: Kwargs
+) -> None:
+    """Wraps what a policy chooses below a module, in place.
+
+    Args:
+        root: stays as it is itself.
+        policy: a function or an object of ``torch.distributed.fsdp.wrap``, or one like them.
+        ignored: neither wrapped nor counted.
+        wrapper: called with a module and ``arguments``.
+
+    Raises:
+        WrapError: something is wrapped already.
+        ConfigurationError: the policy is none.
+    """
+    run = getattr(policy, "_run_policy", None)
+    if run is not None:  # an object of torch's, which plans with what is ignored here
+        policy = SimpleNamespace(
+            _run_policy=lambda root_module, **_: run(root_module, ignored.modules, arguments)
+        )
+    elif not callable(policy):
+        raise ConfigurationError(
+            f"auto_wrap_policy is {policy!r}; pass a policy of torch.distributed.fsdp.wrap, or a function "
+            "(module, recurse, nonwrapped_numel) -> bool"
+        )
+    mixed: MixedPrecision | None = arguments["mixed_precision"]
+    full_precision = () if mixed is None else tuple(mixed._module_classes_to_ignore)
+    asked = _CorePolicy(root, policy, ignored, full_precision)
+    context = WrapContext(wrapper, kwargs=arguments, uncounted=frozenset(ignored.parameters))
+    wrap_tree(root, asked, {}, context=context)
+
+
+class _CorePolicy:
+    """A policy as the core asks it; modules that stay in full precision are units of their own."""
+
+    def __init__(
+        self, root: nn.Module, policy: object, ignored: Ignored, full_precision: Sequence[type[nn.Module]]
+    ) -> None:
+        self._policy = adapt_policy(policy, root)
+        self._ignored, self._full_precision = ignored, tuple(full_precision)
+        self._closed: set[nn.Module] = set()  # not looked into, but for what stays in full precision
+
+    def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
+        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
+        if module in self._ignored.modules:
+            return False
+        if module not in self._closed and self._policy.descend(module, numel, is_root):
+            return True
+        self._closed.update(module.modules())
+        return bool(self._full_precision)
+
+    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
+        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
+        if not is_root and isinstance(module, self._full_precision):
+            _InFloat32(module)
+            return {"mixed_precision": None}
+        if is_root or module in self._closed:
+            return None
+        return self._policy.arguments(module, numel, is_root)
+
+
+class _InFloat32:
+    """Hooks of a module that computes in fp32, whatever comes in; goes out what came in."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dtype: torch.dtype | None = None
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        floats = [
+            v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point()
+        ]
+        self._dtype = floats[0].dtype if floats else None
+        args, kwargs = cast_inputs((args, kwargs), torch.float32)
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: Args, output: Tree) -> Tree:
+        return output if self._dtype is None else cast_inputs(output, self._dtype)
+
+
+# ------------------------------------------------------------ start values, of what is on another device
+# Parameters that took the place of others on the meta device, which units still to come may share.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
+    """Gives a module's own parameters their initial values if they are on the meta device.
+
+    Args:
+        init: initialises the module; default: its ``reset_parameters()``.
+
+    Raises:
+        ConfigurationError: there is no ``reset_parameters()`` either.
+    """
+    own = [m for _, m in modules_outside_units(module)]
+    if not any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
+        return
+    if init is not None:
+        init(module)
+    else:
+        _reset(module, torch.device("cpu"))
+
+
+def materialize_each(
+    module: nn.Module, init: Callable[[nn.Module], object] | None, device: torch.device, ignored: Ignored
+) -> None:
+    """Does the same module by module, as torch's FSDP does it.
+
+    Weights that were shared are shared afterwards, also with modules of which other units were made.
+
+    Args:
+        init: called with every module that is not in another unit, parents first; default: those with parameters or
+            buffers are emptied onto ``device``, and their ``reset_parameters()`` is called.
+        ignored: stays as it is; parameters that take the place of ignored ones are added.
+
+    Raises:
+        ConfigurationError: a module has no ``reset_parameters()``; one is still on the meta device after ``init``.
+    """
+    own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
+    listed = [(m, n, p) for m in own for n, p in m._parameters.items() if p is not None]
+    before = [(m, n, _replaced.get(p, p)) for m, n, p in listed]
+    others = [(m, n, p) for m, n, p in before if managing(p) is not None]  # of other units
+    before = [(m, n, p) for m, n, p in before if managing(p) is None]
+    if any(p.is_meta for _, _, p in before if p not in ignored.parameters):
+        for m, name, p in others:  # what is to be initialized is no shard
+            m._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+        for m in own:
+            if init is not None:
+                init(m)
+            elif any(True for _ in (*m.parameters(recurse=False), *m.buffers(recurse=False))):
+                _reset(m, device, recurse=False)
+        _put_back(before, ignored)
+    for m, name, p in others:
+        m._parameters[name] = p
+
+
+def _put_back(before: Iterable[tuple[nn.Module, str, nn.Parameter]], ignored: Ignored) -> None:
+    """Shares weights again that were shared."""
+    first: dict[nn.Parameter, nn.Parameter | None] = {}
+    for m, name, old in before:
+        now = first.setdefault(old, m._parameters[name])
+        m._parameters[name] = now
+        if now is not None and now is not old:
+            _replaced[old] = now
+        if old in ignored.parameters and now is not None:
+            ignored.parameters.add(now)
+        elif now is not None and now.is_meta:
+            raise ConfigurationError(
+                f"parameter {name!r} of a {type(m).__name__} is still on the meta device after param_init_fn, which "
+                "is called with each module: it has to give the module's own parameters values, on any rank whose "
+                "values count, or memory (module.to_empty(device=..., recurse=False))"
+            )
+
+
+@torch.no_grad()
+def _reset(module: nn.Module, device: torch.device, recurse: bool = True) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ConfigurationError(
+            f"parameters or buffers of {type(module).__name__} are on the meta device and it has no reset_parameters() "
+            "to initialise them; pass param_init_fn"
+        )
+    module.to_empty(device=device, recurse=recurse)
+    reset()
+
+
+def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set[nn.Parameter]) -> None:
+    """Parameters and buffers of these modules themselves that are on the CPU move to a device, in place."""
+    for m in modules:
+        for p in m._parameters.values():
+            if p is not None and managing(p) is None and p.device.type == "cpu" and p not in kept:
+                p.data = p.data.to(device)
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                m._buffers[name] = buffer.to(device)
+
+
+def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence[Group]) -> None:
+    """Makes buffers of these modules themselves those of each group's first rank, in turn (collective).
+
+    Raises:
+        RankMismatchError: ranks have others, or of other shapes.
+    """
+    found = {
+        f"{path}.{n}" if path else n: b for path, m in modules for n, b in m._buffers.items() if b is not None
+    }
+    for group in groups:
+        facts = [(name, (shape_fact(b), str(b.dtype))) for name, b in found.items()]
+        check_same_everywhere(group, facts, "buffers of the wrapped module")
+        if group.world_size > 1:
+            for name, buffer in found.items():
+                group.channel("buffers").broadcast(buffer, 0, label=f"buffer {name} of rank 0")
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers of a module and those below it move to a device, in place."""
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device != device:
+                m._buffers[name] = buffer.to(device)

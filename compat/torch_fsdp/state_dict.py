@@ -110,7 +110,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[StateDict, StateDict]:
-    """Both."""
+    """Does both."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -156,6 +156,6 @@ def set_state_dict(
     optim_state_dict: StateDict,
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """Both."""
+    """Does both."""
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from shardkit.backend import Backend, Group, backend_for, get_backend
+from shardkit.backend import Backend, Group, backend_of_job, get_backend
 from shardkit.errors import ConfigurationError
 
-_BY_PROCESS_GROUP = {"xla": "xla", "nccl": "cuda", "gloo": "gloo"}
 _made: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def current_backend() -> Backend:
-    """XLA in its replicas and where its devices are; else that of the process group, or of the calling thread.
+    """Returns XLA in its replicas and where its devices are; else that of the process group, or of the calling thread.
 
     A process group over gloo says nothing in a process that uses XLA's devices: it may be there for objects.
     """
@@ -31,11 +28,7 @@ def current_backend() -> Backend:
 
         if in_replica() or (has_accelerator() and (has_started() or not dist.is_initialized())):
             return get_backend("xla")
-    if dist.is_available() and dist.is_initialized():
-        name = _BY_PROCESS_GROUP.get(dist.get_backend())
-        if name is not None:
-            return get_backend(name)
-    return backend_for([torch.empty(0)])
+    return backend_of_job()
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -45,18 +38,6 @@ def rank_and_world_size() -> tuple[int, int]:
         return 0, 1
     group = backend.group()
     return group.rank, group.world_size
-
-
-def is_first_of_host() -> bool:
-    """Whether the calling rank is the first one on its machine."""
-    backend = current_backend()
-    if backend.name == "xla":
-        import torch_xla.runtime
-
-        return int(torch_xla.runtime.local_ordinal()) == 0
-    local = os.environ.get("LOCAL_RANK", "")
-    are_processes = backend.process_group_backend is not None and dist.is_initialized()
-    return int(local) == 0 if are_processes and local.isdecimal() else rank_and_world_size()[0] == 0
 
 
 def group_among(groups: Sequence[Sequence[int]]) -> Group:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -17,7 +18,7 @@ from shardkit.checkpoint.files.writing import save as write_whole
 from shardkit.internal.params import average_gradients
 from shardkit.optimizers.shards import refuse_shards
 from shardkit.types import Kwargs, Tree
-from shardkit.xla.ranks import current_backend, is_first_of_host, names_of, rank_and_world_size
+from shardkit.xla.ranks import current_backend, names_of, rank_and_world_size
 
 __getattr__ = names_of("torch_xla.core.xla_model")
 
@@ -34,7 +35,14 @@ def xrt_world_size(defval: int = 1) -> int:
 
 def is_master_ordinal(local: bool = True) -> bool:
     """Says whether this is the first rank of its machine, or (``local=False``) of the job."""
-    return is_first_of_host() if local else get_ordinal() == 0
+    backend = current_backend()
+    if local and backend.name == "xla":
+        import torch_xla.runtime
+
+        return int(torch_xla.runtime.local_ordinal()) == 0
+    place = os.environ.get("LOCAL_RANK", "")
+    are_processes = backend.process_group_backend is not None and dist.is_initialized()
+    return int(place) == 0 if local and are_processes and place.isdecimal() else get_ordinal() == 0
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
@@ -62,9 +70,8 @@ def save(
     With ``global_master`` on rank 0 alone, with ``master_only=False`` on every rank that calls. A path gets the whole
     file or keeps what was there, see :func:`shardkit.save`.
     """
-    on_cpu = tree_map_only(
-        torch.Tensor, lambda t: t.detach().cpu(), data
-    )  # a read: every rank has to take part
+    # a read: every rank has to take part
+    on_cpu = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), data)
     if not master_only or is_master_ordinal(not global_master):
         if isinstance(file_or_path, str | os.PathLike):
             write_whole(on_cpu, file_or_path)

@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ class RowSegment(FlatSegment):
         pieces: list[Piece] = []
         self._places: list[tuple[int, torch.Size]] = []  # within each rank's segment
         for item, p in enumerate(self.params):
-            rows = rows_of(torch.empty(p.shape, device="meta"), 0, world_size).shape
+            rows = row_shape(p.shape, world_size)
             self._places.append((offset, rows))
             for rank in range(world_size):
                 start = rank * rows.numel()
@@ -77,33 +78,25 @@ class RowSegment(FlatSegment):
         return self.take_own(wholes, max(wholes, key=lambda whole: whole.dtype.itemsize))
 
 
+def row_shape(shape: torch.Size, world_size: int) -> torch.Size:
+    """Returns [R, ...] for a parameter [N, ...]; a number is a row."""
+    first, *others = shape or (1,)
+    return torch.Size([-(-first // world_size), *others])
+
+
 def rows_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """Returns a rank's rows [R, ...] of a parameter [N, ...], with zeros behind the last."""
-    whole = whole.reshape(1) if whole.dim() == 0 else whole
-    size = -(-whole.shape[0] // world_size)
-    rows = whole[rank * size : (rank + 1) * size]
+    size = row_shape(whole.shape, world_size)[0]
+    rows = whole.reshape(whole.shape or (1,))[rank * size : (rank + 1) * size]
     missing = size - rows.shape[0]
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows.clone()
-
-
-def in_rows(whole: StateDict, shapes: Sequence[torch.Size], group: Group) -> StateDict:
-    """Returns a whole optimizer's state dict as this rank's."""
-    base = {
-        i: {
-            k: rows_of(v, group.rank, group.world_size) if is_elementwise(k, v, shapes[i]) else v
-            for k, v in state.items()
-        }
-        for i, state in whole["state"].items()
-    }
-    return as_rows(base, whole["param_groups"], shapes, group)
 
 
 def as_rows(base: States, groups: Tree, shapes: Sequence[torch.Size], group: Group) -> StateDict:
     """Returns this rank's state dict of its rows of all state."""
     note = {"rank": group.rank, "world_size": group.world_size}
-    return {
-        "state": {}, "param_groups": groups, "base_state": base, "shape_info": dict(enumerate(shapes)), _NOTE: note
-    }  # fmt: skip
+    found = {"state": {}, "param_groups": groups, "base_state": base, _NOTE: note}
+    return {**found, "shape_info": dict(enumerate(shapes))}
 
 
 def whole_of(
@@ -144,7 +137,7 @@ def _problem(mine: StateDict, shapes: Sequence[torch.Size], group: Group) -> str
     for i, shape in enumerate(shapes):
         if tuple(saved.get(i, shape)) != tuple(shape):
             return f"parameter {i} has shape {tuple(shape)}, the saved one {tuple(saved[i])}"
-        size = rows_of(torch.empty(shape, device="meta"), 0, group.world_size).shape
+        size = row_shape(shape, group.world_size)
         tensors = [
             v for v in mine["base_state"].get(i, {}).values() if isinstance(v, torch.Tensor) and v.dim()
         ]
@@ -156,11 +149,9 @@ def _problem(mine: StateDict, shapes: Sequence[torch.Size], group: Group) -> str
 def _joined(parts: Sequence[Tree], shape: torch.Size, world_size: int) -> Tree:
     """Rows of all ranks [R, ...] as the whole [N, ...]; anything else is the same on all ranks."""
     first = parts[0]
-    size = rows_of(torch.empty(shape, device="meta"), 0, world_size).shape
-    tensors = [p.cpu() for p in parts if isinstance(p, torch.Tensor)]
-    if not isinstance(first, torch.Tensor) or first.shape != size:
+    if not isinstance(first, torch.Tensor) or first.shape != row_shape(shape, world_size):
         return first
-    return torch.cat(tensors)[: shape[0] if shape else 1].view(shape)
+    return torch.cat([p.cpu() for p in parts])[: shape[0] if shape else 1].view(shape)
 
 
 # ------------------------------------------------------------ the optimizer
@@ -297,21 +288,10 @@ class ZeroRedundancyOptimizer(OSS):
             raise LifecycleError("the optimizer is sharded already; set sharding_groups before init_zero()")
         self._sharding_groups = groups
 
-    @property
-    def global_world_size(self) -> int:
-        return rank_and_world_size()[1]
-
-    @property
-    def global_rank(self) -> int:
-        return rank_and_world_size()[0]
-
-    @property
-    def local_world_size(self) -> int:
-        return self.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self.rank
+    global_rank = property(lambda _: rank_and_world_size()[0])
+    global_world_size = property(lambda _: rank_and_world_size()[1])
+    local_rank = property(attrgetter("rank"))
+    local_world_size = property(attrgetter("world_size"))
 
     # ------------------------------------------------------------ steps
     @torch.no_grad()
@@ -392,7 +372,7 @@ class ZeroRedundancyOptimizer(OSS):
 
     # ------------------------------------------------------------ state
     def get_shape_info(self) -> dict[int, torch.Size]:
-        """Shapes of all parameters, by their index in state dicts."""
+        """Returns shapes of all parameters, by their index in state dicts."""
         return {i: p.shape for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
 
     def state_dict(self) -> StateDict:  # type: ignore[override]
@@ -403,7 +383,15 @@ class ZeroRedundancyOptimizer(OSS):
         self._check_inited()
         shown, shapes = self.base_optimizer, list(self.get_shape_info().values())
         if shown is self.optim:
-            found = in_rows(self.whole_state_dict(), shapes, self._group)
+            whole = self.whole_state_dict()
+            base = {
+                i: {
+                    k: rows_of(v, self.rank, self.world_size) if is_elementwise(k, v, shapes[i]) else v
+                    for k, v in state.items()
+                }
+                for i, state in whole["state"].items()
+            }
+            found = as_rows(base, whole["param_groups"], shapes, self._group)
             masters = [self._frozen_rows(p) for p in self._parameters()]
         else:
             mine = shown.state_dict()
@@ -432,17 +420,13 @@ class ZeroRedundancyOptimizer(OSS):
         if "base_state" in state_dict:
             state_dict, masters = whole_of(state_dict, shapes, self._group)
         super().load_state_dict(state_dict)
-        self._take_values(masters)
-
-    @torch.no_grad()
-    def _take_values(self, masters: dict[int, torch.Tensor]) -> None:
-        params = list(self._parameters())
-        wide = {p: masters[i].to(p.device) for i, p in enumerate(params) if i in masters}
-        for p, value in wide.items():
-            p.copy_(value)
-        for segment in self.segments():
-            values = [wide.get(p, p.detach()) for p in segment.params]
-            segment.own.copy_(segment.take_own(values, segment.own))
+        wide = {p: masters[i].to(p.device) for i, p in enumerate(self._parameters()) if i in masters}
+        with torch.no_grad():
+            for p, value in wide.items():
+                p.copy_(value)
+            for segment in self.segments():
+                values = [wide.get(p, p.detach()) for p in segment.params]
+                segment.own.copy_(segment.take_own(values, segment.own))
         if self.segments():
             current_backend().mark_step()
 

@@ -19,15 +19,18 @@ from .groups import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from .layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
-from .random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from .regions import (
+from .layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from .random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 __all__ = [
     "ColumnParallelLinear",

@@ -95,14 +95,13 @@ class GroupsError(LifecycleError):
     """Model-parallel groups don't exist, or exist already."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """The ranks of every group, in the order in which the groups are made."""
+class Grid(NamedTuple):
+    """The ranks of every group, by the dimensions of the grid; in the order in which the groups are made."""
 
-    model: list[list[int]]
-    context: list[list[int]]
-    pipeline: list[list[int]]
     data: list[list[int]]
+    pipeline: list[list[int]]
+    context: list[list[int]]
+    model: list[list[int]]
 
 
 def grid(
@@ -124,12 +123,7 @@ def grid(
         raise ConfigurationError(f"{given}; all must be at least 1")
     ensure_divisibility(world_size, math.prod(sizes.values()))
     ranks = torch.arange(world_size).reshape(-1, *sizes.values())
-
-    def lines(dimension: int) -> list[list[int]]:
-        found: list[list[int]] = ranks.movedim(dimension, -1).flatten(0, -2).tolist()
-        return found
-
-    return Grid(data=lines(0), pipeline=lines(1), context=lines(2), model=lines(3))
+    return Grid(*(ranks.movedim(dimension, -1).flatten(0, -2).tolist() for dimension in range(4)))
 
 
 class _RankLine(NamedTuple):
@@ -193,7 +187,16 @@ def initialize_model_parallel(
     Source: fairscale 0.4.13, and its later head for context parallelism and the timeout.
     """
     global _current
-    _check_that_none_exist()
+    if not dist.is_initialized():
+        raise GroupsError(
+            "initialize_model_parallel needs torch.distributed; call torch.distributed.init_process_group(...) first, "
+            "or start the ranks with shardkit.launch(fn, world_size)"
+        )
+    if model_parallel_is_initialized():
+        raise GroupsError(
+            f"rank {dist.get_rank()}: model parallel groups of size {get_model_parallel_world_size()} exist already; "
+            "call destroy_model_parallel() before you make others"
+        )
     world_size = dist.get_world_size()
     size = int(min(model_parallel_size_, world_size))
     _check_agreement(f"model_parallel_size_={size}, {pipeline_length=}, {context_parallel_size=}")
@@ -208,19 +211,6 @@ def initialize_model_parallel(
     if dist.get_rank() == 0:
         counts = (size, context_parallel_size, pipeline_length, len(all_groups.data[0]))
         _log.info("model parallel size %d, context %d, pipeline length %d, data parallel size %d", *counts)
-
-
-def _check_that_none_exist() -> None:
-    if not dist.is_initialized():
-        raise GroupsError(
-            "initialize_model_parallel needs torch.distributed; call torch.distributed.init_process_group(...) first, "
-            "or start the ranks with shardkit.launch(fn, world_size)"
-        )
-    if model_parallel_is_initialized():
-        raise GroupsError(
-            f"rank {dist.get_rank()}: model parallel groups of size {get_model_parallel_world_size()} exist already; "
-            "call destroy_model_parallel() before you make others"
-        )
 
 
 def _check_agreement(arguments: str) -> None:
@@ -256,7 +246,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether :func:`initialize_model_parallel` has made groups (and the default group is still the one it saw)."""
+    """Says whether :func:`initialize_model_parallel` has made groups (and the default group is the one it saw)."""
     return _current is not None and dist.is_initialized() and _current.world is dist.group.WORLD
 
 

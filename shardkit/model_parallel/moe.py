@@ -66,7 +66,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 def top2gating(logits: torch.Tensor) -> Routing:
-    """Two experts for each token, while these have room; earlier tokens, and first choices, come first.
+    """Chooses two experts for each token, while these have room; earlier tokens, and first choices, come first.
 
     A token that finds no room at one expert is computed by the other alone; with none at both its output is zero.
 

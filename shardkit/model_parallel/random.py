@@ -59,7 +59,7 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, torch.ByteTensor]:
-        """Name -> state; a dict of its own."""
+        """Returns the name -> state; a dict of its own."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.ByteTensor]) -> None:
@@ -102,16 +102,6 @@ class CudaRNGStatesTracker:
         finally:
             self.states_[name] = backend.rng_state()  # type: ignore[assignment]
             backend.set_rng_state(outside)
-
-    @contextlib.contextmanager
-    def again(self, states: dict[str, torch.ByteTensor]) -> Iterator[None]:
-        """Within this block the streams are where they were when :meth:`get_states` returned this."""
-        now = self.get_states()
-        self.set_states(dict(states))
-        try:
-            yield
-        finally:
-            self.set_states(now)
 
 
 _tracker = CudaRNGStatesTracker()
@@ -159,14 +149,19 @@ def checkpoint(function: AnyCallable, *args: object) -> Tree:
         function: returns a tensor or a tuple of tensors.
         *args: tensors, or anything without a gradient.
     """
-    streams: list[dict[str, torch.ByteTensor]] = []  # before the first run
+    before: dict[str, torch.ByteTensor] | None = None  # the streams, before the first run
 
     def run(*args: object) -> Tree:
-        if streams:
-            with _tracker.again(streams[0]):
-                return function(*args)
-        streams.append(_tracker.get_states())
-        return function(*args)
+        nonlocal before
+        if before is None:
+            before = _tracker.get_states()
+            return function(*args)
+        now = _tracker.get_states()
+        _tracker.set_states(dict(before))
+        try:
+            return function(*args)
+        finally:
+            _tracker.set_states(now)
 
     # A parameter beside the arguments: backward comes also where only the function's own parameters want a gradient,
     # and the generator of its device, from which the streams draw, is put back.

@@ -11,15 +11,13 @@ Legend of shapes: T tokens, V vocabulary, D width of the model, t and v those of
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import ConfigurationError
 from ..types import Context
-
-T = TypeVar("T")
 
 _SMALLEST_NORM = 1e-12  # as in F.normalize
 
@@ -31,11 +29,7 @@ class Margin(NamedTuple):
     scale: float
 
 
-class _Tiles(NamedTuple):
-    """Most tokens and most words of a tile."""
-
-    tokens: int
-    words: int
+_Tiles = tuple[int, int]  # most tokens, and most words, of one
 
 
 def linear_cross_entropy(
@@ -75,7 +69,7 @@ def linear_cross_entropy(
         raise ConfigurationError(
             f"target has shape {tuple(target.shape)}; {input.shape[0]} tokens have a target each"
         )
-    tiles = _Tiles(max(tokens_per_tile, 1), max(words_per_tile, 1))
+    tiles = max(tokens_per_tile, 1), max(words_per_tile, 1)
     device = input.device.type
     if torch.is_autocast_enabled(device):  # cast here, so that backward works on the same numbers
         input, weight = (t.to(torch.get_autocast_dtype(device)) for t in (input, weight))
@@ -104,9 +98,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         features = input if margin is None else F.normalize(input)
         own = _target_logits(features, weight, target, margin)  # [T]
         log_sums = torch.full_like(own, -torch.inf)
-        for first_word, words in _slices(weight, tiles.words):
+        for first_word, words in _slices(weight, tiles[1]):
             rows = words if margin is None else F.normalize(words)
-            for first, tokens in _slices(features, tiles.tokens):
+            for first, tokens in _slices(features, tiles[0]):
                 part = slice(first, first + len(tokens))
                 logits = _logits(tokens, rows, target[part] - first_word, margin)
                 log_sums[part] = torch.logaddexp(log_sums[part], logits.logsumexp(1))
@@ -122,10 +116,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # sums over tiles, so in the dtype of the softmax
         of_features = torch.zeros_like(features, dtype=log_sums.dtype) if ctx.needs_input_grad[0] else None
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for first_word, words in _slices(weight, ctx.tiles.words):
+        for first_word, words in _slices(weight, ctx.tiles[1]):
             rows = words if margin is None else F.normalize(words)
             of_rows = torch.zeros_like(rows, dtype=log_sums.dtype)
-            for first, tokens in _slices(features, ctx.tiles.tokens):
+            for first, tokens in _slices(features, ctx.tiles[0]):
                 part = slice(first, first + len(tokens))
                 places = target[part] - first_word
                 slopes = _logits(tokens, rows, places, margin)  # [t, v], turned into d loss / d logits

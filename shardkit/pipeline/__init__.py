@@ -1,7 +1,6 @@
 """Pipeline parallelism: partitions of a sequential module on several devices, or on several ranks."""
 
-from .microbatch import DeferredBatchNorm
-from .partition import BalanceError, PipeTypeError, TooFewDevicesError
+from .microbatch import BalanceError, DeferredBatchNorm, PipeTypeError, TooFewDevicesError
 from .pipe import Pipe
 from .skip import Namespace, pop, skippable, stash, verify_skippables
 

@@ -25,8 +25,20 @@ from ..errors import ConfigurationError, LifecycleError, RankLostError, RankMism
 from ..model_parallel.groups import get_pipeline_parallel_group, model_parallel_is_initialized
 from ..types import AnyCallable, Args, Context, Kwargs, StateDict, Tree
 from ..wrapping.activations import patch_batchnorm
-from .microbatch import DeferredBatchNorm, Value, check, expect_micro_batches, join, split
-from .partition import PipeTypeError, check_balance, check_checkpoint, split_module, verify_distinct
+from .microbatch import (
+    DeferredBatchNorm,
+    PipeTypeError,
+    Value,
+    check,
+    check_balance,
+    check_checkpoint,
+    expect_micro_batches,
+    in_tuple,
+    join,
+    split,
+    split_module,
+    verify_distinct,
+)
 from .pipe import checkpointed_cells, move, run_cell
 from .skip import Skippable, arriving_keys
 
@@ -132,15 +144,12 @@ class AsyncPipe(nn.Module):
         return self.pipeline
 
     def __len__(self) -> int:
-        """Returns the number of layers on this rank."""
         return 0 if self.partition is None else len(self.partition)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Returns a layer of this rank."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Returns the layers of this rank."""
         return iter(()) if self.partition is None else iter(self.partition)
 
     def forward(self, input: Value, *, event: object = None) -> Tree:
@@ -174,7 +183,7 @@ class AsyncPipe(nn.Module):
         return join(outputs) if self.final_stage else outputs
 
     def back_helper(self, output: Tree) -> None:
-        """Nothing: forward has done it. For the loops of existing code.
+        """Does nothing: forward has done it. For the loops of existing code.
 
         Raises:
             ConfigurationError: (a ValueError) on the last rank, whose loss runs backward.
@@ -206,17 +215,17 @@ _GROUPS_SECONDS = 10.0
 class _Served:
     """Held by this process for rank 0."""
 
-    model: AsyncPipe | None = None
+    held: AsyncPipe | None = None
     output: Value | None = None  # of the last stage, with its graph
+
+    @property
+    def model(self) -> AsyncPipe:
+        if self.held is None:
+            raise LifecycleError("this rank has got no stage from rank 0 yet")
+        return self.held
 
 
 _served = _Served()
-
-
-def _model() -> AsyncPipe:
-    if _served.model is None:
-        raise LifecycleError("this rank has got no stage from rank 0 yet")
-    return _served.model
 
 
 def _own_device() -> torch.device:
@@ -237,18 +246,17 @@ def _make_stage(args: Args, kwargs: Kwargs) -> AsyncPipe:
 
 
 def _serve_stage(args: Args, kwargs: Kwargs) -> None:
-    _served.model = _make_stage(args, kwargs)
+    _served.held = _make_stage(args, kwargs)
 
 
 def _serve_callback(callback: Callable[[Tree, AsyncPipe], object], ctx: Tree) -> None:
-    model = _model()
-    with model.lock:
-        callback(ctx, model)
+    with _served.model.lock:
+        callback(ctx, _served.model)
 
 
 def _serve_forward(training: bool, backward: bool) -> Value | None:
     """Runs forward of a stage, and backward unless it is the last; returns the last one's output."""
-    model = _model().train(training)
+    model = _served.model.train(training)
     with torch.set_grad_enabled(backward):
         output = model(())
     if not model.final_stage:
@@ -350,7 +358,7 @@ class PipeRPCWrapper(nn.Module):
 
     @property
     def final_stage(self) -> bool:
-        """Whether this rank is the only stage."""
+        """Says whether this rank is the only stage."""
         return self.model.final_stage
 
     def forward(self, tensor: Value) -> Value:
@@ -566,7 +574,7 @@ class Stage:
         torch.autograd.graph.register_multi_grad_hook(leaves, send)
 
     def backward(self) -> None:
-        """The backward pass, on all ranks but the last: gradients from the rank after go through this rank's layers.
+        """Runs backward, on all ranks but the last: gradients from the rank after go through this rank's layers.
 
         Raises:
             RankLostError: a neighbour failed.
@@ -605,7 +613,3 @@ class Stage:
                         self._link.send(neighbour, facts)
                 self._link.flush(_PATIENCE_SECONDS)
             raise
-
-
-def in_tuple(value: Value) -> tuple[torch.Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)

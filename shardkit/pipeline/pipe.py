@@ -10,12 +10,18 @@ from torch import nn
 
 from ..tracing.ranges import Phase
 from ..wrapping.activations import call_checkpointed, patch_batchnorm
-from .microbatch import DeferredBatchNorm, Value, check, expect_micro_batches, join, split
-from .partition import (
+from .microbatch import (
+    ADVICE,
+    BalanceError,
+    DeferredBatchNorm,
     PipeTypeError,
+    Value,
+    check,
     check_balance,
     check_checkpoint,
-    require_balance,
+    expect_micro_batches,
+    join,
+    split,
     split_module,
     verify_module,
     verify_shared_parameters,
@@ -70,12 +76,15 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
-        require_balance(balance)
+        if balance is None:
+            raise BalanceError(f"balance is required: the number of layers in each partition{ADVICE}")
         check_checkpoint(self.checkpoint, self.chunks)
         verify_module(module)
         verify_skippables(module)
-        self.balance = list(balance or [])
-        self.devices = _all_devices() if devices is None else [torch.device(d) for d in devices]
+        self.balance = list(balance)
+        if devices is None and (kind := torch.accelerator.current_accelerator(check_available=True)):
+            devices = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+        self.devices = [torch.device(d) for d in devices or ()]
         check_balance(len(module), self.balance, len(self.devices), "devices")
         del self.devices[len(self.balance) :]
         if deferred_batch_norm:
@@ -90,15 +99,12 @@ class Pipe(nn.Module):
         self.pipeline = Pipeline(partitions, self.devices, self.checkpoint)
 
     def __len__(self) -> int:
-        """Returns the number of layers of the sequential module."""
         return sum(self.balance)
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Returns a layer of the sequential module."""
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Returns the layers of the sequential module."""
         for partition in self.partitions:
             yield from partition  # type: ignore[misc]
 
@@ -133,13 +139,6 @@ class Pipe(nn.Module):
         values = split(input, self.chunks)
         expect_micro_batches(self, len(values))
         return join(self.pipeline.run(values))
-
-
-def _all_devices() -> list[torch.device]:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return []
-    return [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
 
 
 # ------------------------------------------------------------ the schedule: GPipe's order

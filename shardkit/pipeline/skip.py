@@ -21,8 +21,7 @@ from torch import nn
 
 from ..errors import LifecycleError
 from ..types import Tree
-from .microbatch import Value
-from .partition import PipeTypeError
+from .microbatch import PipeTypeError, Value
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -300,7 +299,7 @@ class SkipLayout:
         return (route for route in self.by_partition[next_j] if route[0] != next_j)
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:
-        """Whether a skip tensor leaves its partition."""
+        """Says whether a skip tensor leaves its partition."""
         stashing, popping = self.by_ns_name.get((ns, name), (-1, -1))
         return stashing != popping
 

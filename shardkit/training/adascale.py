@@ -435,13 +435,13 @@ class AdaScale(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         world_size: int | None = None,
         scale: float | None = None,
         smoothing: float | None = None,
         num_gradients_to_accumulate: int = 1,
         is_scaled_loss: bool = True,
         debias_ewma: bool = True,
+        *,
         group: ProcessGroup = None,
         backend: str | Backend | None = None,
     ) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.backend import Backend, Copy, Group, ReduceOp, Sizes, Work
-from shardkit.backends.c10d.call_order import ORDERED_CHANNELS
+from shardkit.backends.c10d.group import ORDERED_CHANNELS
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
 from shardkit.backends.simulated import SimulatedBackend, enter_group

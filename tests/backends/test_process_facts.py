@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardkit.backends.spawning import ProcessTime, memory
+from shardkit.backends.processes import ProcessTime, memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends.c10d.call_order import Agreement, CallOrder, Key
+from shardkit.backends.c10d.group import Agreement, CallOrder, Key
 from shardkit.backends.diagnosis import watchdog
-from shardkit.backends.diagnosis.calls import Call
-from shardkit.backends.diagnosis.job_store import NoAnswer, StoreThread
-from shardkit.backends.diagnosis.stack_report import StackReport, ThreadPosition, is_behind, position_of
-from shardkit.backends.diagnosis.watchdog import Stillness, Watch, begin_job
+from shardkit.backends.diagnosis.stack_report import Call, StackReport, ThreadPosition, is_behind, position_of
+from shardkit.backends.diagnosis.watchdog import NoAnswer, Stillness, StoreThread, Watch, begin_job
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 
@@ -96,9 +94,14 @@ def test_who_has_not_come() -> None:
     assert not is_behind(mine, {"2": 5}, "2")  # a group of others
 
 
-PLAIN = StackReport(
-    9, {"main": 1}, {}, 1, 60.0, "", "", "", "train.py:7 in main", "", "", -1, "", False, False
-)
+POSITION = ThreadPosition((), "train.py:7 in main", "", "", -1, "", False, False, False)
+PLAIN = StackReport(9, {"main": 1}, {}, 1, 60.0, "", "", "", POSITION)
+
+
+def _with(**facts: Any) -> StackReport:
+    """A report, some facts of which are of the position."""
+    at = {name: facts.pop(name) for name in POSITION._fields if name in facts}
+    return PLAIN._replace(at=POSITION._replace(**at), **facts)
 
 
 def test_what_is_certain_and_what_is_only_slow() -> None:
@@ -113,7 +116,7 @@ def test_what_is_certain_and_what_is_only_slow() -> None:
         {"operation": "barrier", "group": "7", "of_torch": {"7": 3}},  # not a group of this rank's
     ]
     for facts in slow:
-        assert PLAIN._replace(**facts).why_it_will_not_come(0) == "", facts
+        assert _with(**facts).why_it_will_not_come(0) == "", facts
     lost: list[tuple[dict[str, Any], str]] = [
         ({"left": "its forward raised"}, "gave up: its forward raised"),
         ({"raised": "LifecycleError: no"}, "raised LifecycleError: no, and stands at train.py:7"),
@@ -126,7 +129,7 @@ def test_what_is_certain_and_what_is_only_slow() -> None:
         ({"unfinished": "a backward that raised an error"}, "left a backward that raised"),
     ]
     for facts, words in lost:
-        assert words in PLAIN._replace(**facts).why_it_will_not_come(0)
+        assert words in _with(**facts).why_it_will_not_come(0)
 
 
 # ------------------------------------------------------------------ what a watch makes of it
@@ -141,7 +144,7 @@ def test_old_reports_say_nothing() -> None:
     store = dist.HashStore()
     mine, other = Watch(store, 0, 2, "test"), Watch(store, 1, 2, "test")
     mine.issued["main"] = 2
-    gone = PLAIN._replace(left="its forward raised")
+    gone = _with(left="its forward raised")
     _publish(other, gone._replace(answers=0))
     mine.look(CALL)
     _publish(other, gone._replace(answers=1))
@@ -154,7 +157,7 @@ def test_a_rank_that_has_issued_the_call_is_waited_for() -> None:
     mine, other = Watch(store, 0, 2, "test"), Watch(store, 1, 2, "test")
     for _ in range(3):
         mine.look(CALL)
-        _publish(other, PLAIN._replace(left="its forward raised", issued={"main": 2}, answers=99))
+        _publish(other, _with(left="its forward raised", issued={"main": 2}, answers=99))
 
 
 def test_what_a_rank_gave_up_is_over_when_it_issues_again() -> None:
@@ -181,7 +184,7 @@ def test_who_has_raised_the_same_in_the_same_place_waits_for_the_other() -> None
     mine.issued["main"] = 2
     mine.look(CALL)
     for raised in ({"left": "its forward raised"}, {"raised": "ValueError: no"}):
-        _publish(other, PLAIN._replace(answers=99, **raised))
+        _publish(other, _with(answers=99, **raised))
         mine.look(CALL)
 
 

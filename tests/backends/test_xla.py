@@ -309,16 +309,16 @@ def _beside_gloo(*, started: bool) -> None:
 
 def launch_by_runtime() -> None:
     """The way of a TPU, with the devices that a CPU is: run in a process of its own."""
-    from shardkit.backends.xla.pool import launch
+    from shardkit.backends.xla.pool import DevicePool
 
-    (result,) = launch(one_device, 1, (), 100, 100)
+    (result,) = DevicePool(1, 100, 100).run(one_device)
     assert result["rank"] == (0, 0, 1)
     assert all(value.tolist() == [0.0, 1.0, 2.0, 3.0] for value in result["values"])
     assert result["objects"] == [[0], 0, [0]]
     os.environ["CPU_NUM_DEVICES"] = "2"  # threads of one process, without collectives between them
-    error = _error_of(lambda: launch(fails_or_waits, 2, (), 100, 100))
+    error = _error_of(lambda: DevicePool(2, 100, 100).run(fails_or_waits))
     print(error.rank, error.remote_type)
-    error = _error_of(lambda: launch(waits, 2, (), 1, 100))
+    error = _error_of(lambda: DevicePool(2, 1, 100).run(waits))
     print(error.remote_type, "timeout=1" in str(error), "in waits" in str(error))
     del os.environ["CPU_NUM_DEVICES"]
     _beside_gloo(started=False)
@@ -414,10 +414,9 @@ def test_sub_groups(rules: str, parts: list[list[int]]) -> None:
 def test_the_collectives_of_a_tpu(rank: int) -> None:
     """The collectives a TPU uses. On a CPU they meet only if all replicas share one executable."""
     from shardkit.backends.xla import metrics
-    from shardkit.backends.xla.collectives import NativeCollectives
     from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.runtime import Replica
+    from shardkit.backends.xla.runtime import NativeCollectives, Replica
     from tests.xla.meeting import in_memory
 
     world = current_world()

@@ -21,7 +21,7 @@ import torch
 
 from shardkit import compat, torch_fsdp2
 from shardkit.backends.processes import RankPool
-from shardkit.compat.redirections import REDIRECTED
+from shardkit.compat.redirections import REDIRECTED_MODULES
 from shardkit.compat.reexports import MOVED
 from shardkit.errors import LifecycleError
 from shardkit.tools.cli import main
@@ -37,7 +37,9 @@ def all_modules() -> list[str]:
         package = importlib.import_module(f"shardkit.{part}")
         found += [package.__name__]
         found += [m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    return list(dict.fromkeys([*found, *(f"shardkit.{path}" for path in REDIRECTED)]))  # not all have a file
+    return list(
+        dict.fromkeys([*found, *(f"shardkit.{path}" for path in REDIRECTED_MODULES)])
+    )  # not all have a file
 
 
 def every_module_is_shardkits(rank: int) -> None:

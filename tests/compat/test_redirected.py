@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.compat.redirected import is_redirected, redirected, redirected_function, redirected_names
-from shardkit.compat.redirections import REDIRECTED, Redirection
+from shardkit.compat.redirections import REDIRECTED, REDIRECTED_MODULES, Redirection
 from shardkit.compat.reexports import REEXPORTED, origins
 from shardkit.errors import RedirectedError
 
@@ -54,7 +54,8 @@ def test_what_does_not_use_it_works() -> None:
 
 
 def test_names_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REDIRECTED, "nn.attic", (Redirection("LIMIT", "torch.nn.New", "torch has it"),))
+    entry = Redirection("nn.attic: LIMIT", "torch.nn.New", "torch has it")
+    monkeypatch.setattr("shardkit.compat.redirected.REDIRECTED", [entry])
     get = redirected_names("shardkit.nn.attic")
     assert is_redirected(get("LIMIT"))
     assert get("LIMIT") is get("LIMIT")
@@ -72,11 +73,11 @@ def test_only_the_name_itself_is_marked() -> None:
     assert not is_redirected(3)
 
 
-@pytest.mark.parametrize("path", sorted({*REDIRECTED, *REEXPORTED}))
+@pytest.mark.parametrize("path", sorted({*REDIRECTED_MODULES, *REEXPORTED}))
 def test_the_table_is_served(path: str) -> None:
     """Every entry, at its module: made of the table alone, or of a file in ``compat/`` that takes its entries."""
     module = importlib.import_module(f"shardkit.{path}")
-    names = [n.removesuffix("()") for entry in REDIRECTED.get(path, ()) for n in entry.names.split()]
+    names = [n.removesuffix("()") for entry in REDIRECTED for n in entry.of(path)]
     for name in names:
         thing = getattr(module, name)
         assert is_redirected(thing), name

@@ -82,6 +82,7 @@ DIFFERENCES = [
     Difference("behaviour", "optim.layerwise_gradient_scaler.LayerwiseGradientScaler",
                "the step after an overflow has unscaled gradients; containers and unknown names are refused"),
     Difference("behaviour", "optim.adascale.AdaScale", "over OSS, with frozen parameters and half precision"),
+    Difference("better", "optim.adascale.AdaScale.*", "takes group= and backend=; zero_grad takes set_to_none="),
     Difference("behaviour", "nn.moe.moe_layer.MOELayer", "any dtype and number of tokens; can be copied"),
     Difference("behaviour", "nn.model_parallel.layers", "on the CPU too; padding_idx and max_norm hit the right rows"),
     # ---------------------------------------------------------------- inner parts

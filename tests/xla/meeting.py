@@ -22,8 +22,8 @@ def meet() -> None:
 
 def in_memory(state: Any) -> Any:
     """What a replica's host is without a TPU's rules, whatever they are: objects cost no program."""
-    from shardkit.backends.xla.collectives import replica_groups
     from shardkit.backends.xla.meeting import ReplicaCall
+    from shardkit.backends.xla.runtime import replica_groups
 
     def exchange(ranks: Sequence[int], what: str, label: str, payload: bytes) -> list[bytes]:
         payloads = state.meet(what, [ReplicaCall(tuple(ranks), what, label)], payload)

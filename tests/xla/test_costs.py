@@ -193,8 +193,7 @@ def test_gradients_of_one_rank_are_cleared_without_a_look_at_them() -> None:
 def _listings(rank: int) -> int:
     """Of 4,096 ranks together and in eights: how often they are listed for two collectives of each of ten units."""
     from shardkit.backends.xla import group as groups
-    from shardkit.backends.xla.collectives import replica_groups
-    from shardkit.backends.xla.runtime import Replica
+    from shardkit.backends.xla.runtime import Replica, replica_groups
 
     ranks = range(4096)
     collectives = mock.Mock(all_gather=lambda sent, *_: sent.repeat(8), all_reduce=lambda sent, *_: sent)

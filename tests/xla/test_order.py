@@ -150,7 +150,7 @@ def test_order_holds_between_groups_and_nan_stays_where_it_is() -> None:
 def test_the_order_ends_with_the_program(rank: int) -> None:
     """Collectives, and what the program takes in, after a sync and after a program was dropped."""
     from shardkit.backends.xla import metrics
-    from shardkit.backends.xla.collectives import NativeCollectives
+    from shardkit.backends.xla.runtime import NativeCollectives
 
     ordered, found = NativeCollectives(), []
     value = torch.ones(4, device=get_backend("xla").device())

@@ -83,7 +83,7 @@ def _params_of(model: nn.Module, node: Node) -> list[nn.Parameter]:
 
 
 def _module_of(model: nn.Module, pieces: list[list[Node]], index: int, output: Node) -> torch.fx.GraphModule:
-    """Piece ``index`` as a module of one argument, the value of the node before it (the first: the model's own)."""
+    """Makes piece ``index`` a module of one argument, the value of the node before it (the first: the model's own)."""
     graph = torch.fx.Graph()
     made: dict[Node, Node] = {}
     if index > 0:

@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
 from shardkit.types import Context
 
 DEBUG = False  # fairscale's; nothing is printed here
-
-__getattr__ = redirected_names(__name__)
 
 
 def get_data(
@@ -27,7 +24,7 @@ def get_data(
     dtype: torch.dtype = torch.float16,
     device: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random input [tokens, D], weight [words, D] and targets [tokens] of shape ((tokens, D), (D, words))."""
+    """Makes random input [tokens, D], weight [words, D] and targets [tokens] of shape ((tokens, D), (D, words))."""
     (tokens, width), (same_width, words) = shape
     if width != same_width:
         raise ConfigurationError(f"shapes {shape[0]} and {shape[1]} can't be multiplied")
@@ -175,7 +172,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         debase_max: torch.Tensor,
         exp_sums: torch.Tensor,
     ) -> torch.Tensor:
-        """Sum of the targets' negative log-probabilities, given each token's maximum and sum of exponentials."""
+        """Sums the targets' negative log-probabilities, given each token's maximum and sum of exponentials."""
         logits = (i * F.embedding(target, w)).float().sum(1)
         if self.scale is not None:
             cosines = F.cosine_similarity(i, F.embedding(target, w), dim=1).float()

@@ -82,7 +82,8 @@ class ModelShard(nn.Module):
         self.model_shard.to(self.device)
 
     @torch.no_grad()
-    def _load(self, non_blocking: bool) -> None:
+    def forward_load(self, non_blocking: bool = True) -> None:
+        """Moves parameters and buffers to where they compute; nothing if they are there."""
         if self._resting is not None:
             return
         self._resting = []
@@ -92,8 +93,14 @@ class ModelShard(nn.Module):
             p.data = p.data.to(self.device, non_blocking=non_blocking)
         _move_buffers(self.model_shard, self.device, non_blocking)
 
+    backward_load = forward_load
+
     @torch.no_grad()
-    def _drop(self) -> None:
+    def forward_drop(self, non_blocking: bool = True) -> None:
+        """Moves parameters and buffers to where they rest, which is waited for.
+
+        Gradients, which there are after backward, are added to those that rest there.
+        """
         resting, self._resting = self._resting, None
         for p, data, gradient in resting or ():
             new, p.grad = p.grad, None
@@ -104,20 +111,7 @@ class ModelShard(nn.Module):
             p.grad = gradient
         _move_buffers(self.model_shard, self.offload_device, False)
 
-    def forward_load(self, non_blocking: bool = True) -> None:
-        """Parameters and buffers to where they compute; nothing if they are there."""
-        self._load(non_blocking)
-
-    def backward_load(self, non_blocking: bool = True) -> None:
-        self._load(non_blocking)
-
-    def forward_drop(self, non_blocking: bool = True) -> None:
-        """Parameters and buffers to where they rest, which is waited for."""
-        self._drop()
-
-    def backward_drop(self, non_blocking: bool = True) -> None:
-        """The same with the gradients, which are added to those that rest there."""
-        self._drop()
+    backward_drop = forward_drop
 
 
 def _move_buffers(module: nn.Module, device: torch.device, non_blocking: bool) -> None:
@@ -265,14 +259,10 @@ class OffloadModel(nn.Module):
         else:
             # the first border may have no backward (inputs without gradients), and parameters of one slice may be
             # those of another one, which has its backward later
-            Variable._execution_engine.queue_callback(self._drop_all)  # type: ignore[attr-defined]
+            for shard in shards:
+                Variable._execution_engine.queue_callback(shard.backward_drop)  # type: ignore[attr-defined]
         if index >= 0:
             shards[index].backward_load()
-
-    def _drop_all(self) -> None:
-        shards = self.model_slices
-        for shard in shards:
-            shard.backward_drop()
 
 
 def _as_tuple(value: Tree) -> Args:
@@ -280,7 +270,7 @@ def _as_tuple(value: Tree) -> Args:
 
 
 def split_layers(modules: nn.Sequential, number_splits: int) -> list[list[nn.Module]]:
-    """Layers in order; a new slice begins where the next layer would take one beyond its share of the parameters."""
+    """Cuts layers in order: a new slice begins where the next layer would take one beyond its share of parameters."""
     sizes = [sum(p.numel() for p in m.parameters()) for m in modules]
     count = min(len(modules), number_splits)
     share = sum(sizes) // count

@@ -17,13 +17,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardkit.backend import Group, backend_for
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.pipeline.microbatch import replace_batch_norms
 from shardkit.types import Context, ProcessGroup, Tree
 from shardkit.wrapping.activations import is_recomputing, once
-
-__getattr__ = redirected_names(__name__)
 
 
 class Statistics(NamedTuple):
@@ -89,7 +86,13 @@ class _Normalize(torch.autograd.Function):
         mean, var, count = statistics
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps), count)  # type: ignore[arg-type]
         ctx.group = group
-        return _normalized(input, weight, bias, statistics, eps)
+        if input.numel() == 0:
+            return torch.zeros_like(input)
+        # torch's kernel takes statistics that are wider than the input only with weights of their width
+        if weight is None or weight.dtype != mean.dtype:
+            weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+            bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: _Normalizing, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -113,23 +116,6 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[2]:
             grad_bias = of_bias.to(weight.dtype)
         return grad_input, grad_weight, grad_bias, None, None, None
-
-
-def _normalized(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    statistics: Statistics,
-    eps: float,
-) -> torch.Tensor:
-    if input.numel() == 0:
-        return torch.zeros_like(input)
-    # torch's kernel takes statistics that are wider than the input only with weights of their width
-    mean, var = statistics.mean, statistics.var
-    if weight is None or weight.dtype != mean.dtype:
-        weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
-    return F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
 
 class SyncBatchNorm(nn.BatchNorm2d):

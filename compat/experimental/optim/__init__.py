@@ -1,7 +1,6 @@
 """fairscale.experimental.optim."""
 
 import enum
-import math
 
 import torch
 
@@ -75,7 +74,9 @@ class DynamicLossScaler:
                 f"unscale_() after {done} of the same optimizer; call update() at the end of a step"
             )
         with torch.no_grad():
-            for gradient in _gradients(optimizer):
+            for gradient in [
+                p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
+            ]:
                 gradient.mul_(1.0 / self.loss_scale)
         self._states[id(optimizer)] = OptState.UNSCALED
 
@@ -96,7 +97,10 @@ class DynamicLossScaler:
         if self._states.get(id(optimizer)) is OptState.STEPPED:
             raise LifecycleError("step() a second time; call update() after the first")
         for group in optimizer.param_groups:
-            if not _all_finite([p.grad for p in group["params"] if p.grad is not None]):
+            # The norm in fp32, as fairscale: finite gradients whose squares add up to more count as an overflow too.
+            gradients = [p.grad.detach() for p in group["params"] if p.grad is not None]
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+            if not torch.nn.utils.get_total_norm(norms).isfinite():
                 self._fall()
                 return None
         if self._states.get(id(optimizer)) is not OptState.UNSCALED:
@@ -138,15 +142,3 @@ class DynamicLossScaler:
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Takes the scale over, if there is one."""
         self.loss_scale = state_dict.get("loss_scale", self.loss_scale)
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _all_finite(gradients: list[torch.Tensor]) -> bool:
-    # The norm in fp32, as fairscale: finite gradients whose squares add up to more count as an overflow too.
-    if not gradients:
-        return True
-    norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in gradients]
-    return math.isfinite(torch.linalg.vector_norm(torch.stack(norms)).item())

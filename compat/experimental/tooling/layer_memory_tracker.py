@@ -25,13 +25,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shardkit.checkpoint.files.writing import write_atomically
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.live_memory import LiveTensors
 from shardkit.types import AnyCallable, ProcessGroup, SavedState, StateDict, Tree
-
-__getattr__ = redirected_names(__name__)
 
 
 @contextmanager
@@ -178,7 +175,7 @@ def compare_memory_traces_in_plot(
     figsize: tuple[int, int] = (16, 20),
     capture: bool = False,
 ) -> Any:
-    """Six plots of the memory over the traces, solid in forwards and dotted in backwards; needs matplotlib.
+    """Draws six plots of the memory over the traces, solid in forwards and dotted in backwards; needs matplotlib.
 
     Args:
         memory_traces_by_job: traces by the name of their run.
@@ -282,12 +279,12 @@ def _checksum(traces: list[StateDict]) -> int:
 
 
 def _size(tensors: Tree) -> int:
-    """Bytes of the tensors in any nesting of containers."""
+    """Counts bytes of the tensors in any nesting of containers."""
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
 
 def _without_views_of(inputs: Tree, outputs: Tree) -> list[torch.Tensor]:
-    """Outputs that have memory of their own."""
+    """Returns outputs that have memory of their own."""
     old = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
     found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
     return [t for t in found if t.untyped_storage().data_ptr() not in old]
@@ -376,12 +373,12 @@ class LayerwiseMemoryTracker:
 
     @property
     def max_memory_allocated(self) -> int:
-        """Most bytes in use at a trace."""
+        """Counts the most bytes in use at a trace."""
         return max(t.allocated for t in self.memory_traces)
 
     @property
     def max_memory_cached(self) -> int:
-        """Most bytes held by the allocator at a trace."""
+        """Counts the most bytes held by the allocator at a trace."""
         return max(t.reserved for t in self.memory_traces)
 
     @property
@@ -428,7 +425,7 @@ class LayerwiseMemoryTracker:
 
     # -------------------------------------------------------------------------------------- hooks
     def _memory(self) -> tuple[int, int]:
-        """Bytes in use, and bytes held."""
+        """Counts bytes in use, and bytes held."""
         if self._live is not None:
             return self._live.bytes, self._live.bytes
         return torch.accelerator.memory_allocated(self._device), torch.accelerator.memory_reserved(
@@ -454,11 +451,8 @@ class LayerwiseMemoryTracker:
     def _watch_backward(self, name: str, module: nn.Module, inputs: Tree, outputs: Tree) -> None:
         """Traces the layer's backward when the gradient of an input is there; where none is made, when it began."""
 
-        def on_gradient(grad: torch.Tensor) -> None:
-            self._trace(name, module, 0, TraceBackwardEvent(_size(grad)))
-
-        def on_node(*_: object) -> None:
-            self._trace(name, module, 0, TraceBackwardEvent(0))
+        def on_gradient(gradient: torch.Tensor | None, *_: object) -> None:
+            self._trace(name, module, 0, TraceBackwardEvent(_size(gradient)))
 
         def first(tensors: Tree) -> torch.Tensor | None:
             found = (t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.requires_grad)
@@ -468,7 +462,7 @@ class LayerwiseMemoryTracker:
         if received is not None:
             self._hooks.append(received.register_hook(on_gradient))
         elif made is not None and made.grad_fn is not None:
-            self._hooks.append(made.grad_fn.register_hook(on_node))
+            self._hooks.append(made.grad_fn.register_hook(lambda *_: on_gradient(None)))
 
     def _trace(
         self, name: str, module: nn.Module, in_forward: int, event: TraceForwardEvent | TraceBackwardEvent

@@ -2,10 +2,6 @@
 
 import enum
 
-from shardkit.compat.redirected import redirected_names
-
-__getattr__ = redirected_names(__name__)
-
 
 class ExitCode(enum.Enum):
     CLEAN = 0

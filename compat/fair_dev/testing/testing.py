@@ -471,34 +471,26 @@ class DeviceAndTypeCheckModule(nn.Module):
         expected_loss_device: torch.device | None = None,
         expected_buffer_dtype: torch.dtype | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name.startswith("expected_")}
         super().__init__()
-        self.expected_input_dtype = expected_input_dtype
-        self.expected_input_device = expected_input_device
-        self.expected_param_dtype = expected_param_dtype
-        self.expected_param_device = expected_param_device
-        self.expected_loss_dtype = expected_loss_dtype
-        self.expected_loss_device = expected_loss_device
-        self.expected_buffer_dtype = expected_buffer_dtype
+        vars(self).update(given)
         self.linear = nn.Linear(5, 5)
         self.buffer: torch.Tensor
         self.register_buffer("buffer", torch.rand(5))
 
-    @staticmethod
-    def _check(key: str, found: object, expected: object) -> None:
-        if expected is not None and found != expected:
-            raise AssertionError(f"{key} is {found}, expected {expected}")
+    def _check(self, what: str, tensor: torch.Tensor) -> None:
+        for fact in ("dtype", "device"):
+            found, expected = getattr(tensor, fact), vars(self).get(f"expected_{what}_{fact}")
+            if expected is not None and found != expected:
+                raise AssertionError(f"{what}.{fact} is {found}, expected {expected}")
 
     def forward(self, *input: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Returns a number, from input [B, 5]."""
-        (x, *_), weight = input, self.linear.weight
-        self._check("input.dtype", x.dtype, self.expected_input_dtype)
-        self._check("input.device", x.device, self.expected_input_device)
-        self._check("param.dtype", weight.dtype, self.expected_param_dtype)
-        self._check("param.device", weight.device, self.expected_param_device)
-        self._check("buffer.dtype", self.buffer.dtype, self.expected_buffer_dtype)
-        loss = (self.linear(x + self.buffer) + self.buffer).sum()
-        self._check("loss.dtype", loss.dtype, self.expected_loss_dtype)
-        self._check("loss.device", loss.device, self.expected_loss_device)
+        self._check("input", input[0])
+        self._check("param", self.linear.weight)
+        self._check("buffer", self.buffer)
+        loss = (self.linear(input[0] + self.buffer) + self.buffer).sum()
+        self._check("loss", loss)
         return loss
 
 

@@ -7,14 +7,11 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.types import StateDict
 from shardkit.wrapping import activations as _core
 from shardkit.wrapping.activations import is_checkpointing, is_recomputing
 
 __all__ = ["checkpoint_wrapper", "is_checkpointing", "is_recomputing"]
-
-__getattr__ = redirected_names(__name__)
 
 
 def checkpoint_wrapper(
@@ -36,7 +33,7 @@ def _accelerator() -> ModuleType | None:
 
 
 def get_rng_state() -> StateDict:
-    """Random states of the CPU ("torch_rng_state") and of the current accelerator ("cuda_rng_state")."""
+    """Returns random states of the CPU ("torch_rng_state") and of the current accelerator ("cuda_rng_state")."""
     state = {"torch_rng_state": torch.get_rng_state()}
     if (accelerator := _accelerator()) is not None:
         state["cuda_rng_state"] = accelerator.get_rng_state()
@@ -50,13 +47,13 @@ def set_rng_state(state: StateDict) -> None:
 
 
 def is_autocast_enabled() -> bool:
-    """Whether autocast is on for the accelerator."""
+    """Says whether autocast is on for the accelerator."""
     return torch.is_autocast_enabled()
 
 
 @contextlib.contextmanager
 def autocast(enabled: bool) -> Iterator[None]:
-    """Autocast of the accelerator where ``enabled``; else all stays as it is."""
+    """Turns on autocast of the accelerator where ``enabled``; else all stays as it is."""
     kind = torch.accelerator.current_accelerator()
     with torch.autocast(kind.type if kind else "cpu") if enabled else contextlib.nullcontext():
         yield

@@ -3,39 +3,119 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardkit.backend import backend_of_job, size_of
-from shardkit.backends.imagined import RanksInName
-from shardkit.compat.redirected import redirected_names
-from shardkit.errors import ConfigurationError, without_arguments
+from shardkit.backends.eager import RanksInName
+from shardkit.errors import ConfigurationError, LifecycleError, without_arguments
+from shardkit.fsdp.construct import reconnect
+from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
+from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Options, clean, summoned
+from shardkit.fsdp.store import FULL
+from shardkit.fsdp.submodule_api import Answer, is_collecting
+from shardkit.fsdp.wrapper import Door
 from shardkit.fsdp.wrapper import built_together as _built_together
-from shardkit.internal.parallel import ProcessGroupName, get_process_group_cached
+from shardkit.internal.params import ProcessGroupName, get_process_group_cached
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
+from shardkit.optimizers.shards import shard_behind
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.types import Args, Kwargs, ProcessGroup, StateDict, Tree
-
-from .fsdp_facts import FairscaleFacts, InnerStateDict, PassedGroup
-
-__getattr__ = redirected_names(__name__)
+from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.types import Args, Kwargs, Memo, ProcessGroup, StateDict, Tree
 
 
+class TrainingState(enum.Enum):
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD_PRE = enum.auto()
+    BACKWARD_POST = enum.auto()
+    SUMMON_FULL_PARAMS = enum.auto()
+
+
+class PassedGroup:
+    """Holds what was passed as a process group: copies of a module have the same, pickled ones have none.
+
+    Called with the output and this rank's shard of an all-gather, it tells a ProcessGroupTracker.
+    """
+
+    def __init__(self, value: ProcessGroup = None) -> None:
+        self.value = value
+        self._tell: Callable[[torch.Tensor, torch.Tensor], None] | None = getattr(
+            value, "hear_of_gathering", None
+        )
+
+    def hear(self, flats: Iterable[FlatParam]) -> None:
+        """Is told of what these gather, if there is a tracker to tell."""
+        if self._tell is not None:
+            for flat in flats:
+                flat.on_gather = self
+
+    def __call__(self, output: torch.Tensor, shard: torch.Tensor) -> None:
+        if self._tell is not None:
+            self._tell(output, shard)
+
+    def __deepcopy__(self, memo: Memo) -> PassedGroup:
+        return self
+
+    def __reduce__(self) -> tuple[type[PassedGroup], tuple[()]]:
+        return PassedGroup, ()
+
+
+class InnerStateDict(Answer):
+    """``state_dict`` of ``fsdp.module``: with one rank the full one, unflattened this rank's shards; else refused."""
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> StateDict:
+        door: Tree = self.module
+        if is_collecting() or (door.world_size > 1 and door.flatten_parameters):
+            return nn.Module.state_dict(door.module, *args, **kwargs)
+        return (door.state_dict if door.world_size == 1 else door.local_state_dict)(*args, **kwargs)
+
+
+class StandIn(Door):
+    """A wrapper that stands for fairscale's or torch's: its state, as far as both have it under the same names."""
+
+    _passed_group: PassedGroup
+    training_state: enum.Enum
+
+    _is_root = property(attrgetter("_state.is_root"))
+    compute_device = property(attrgetter("_state.compute_device"))  # on which parameters are gathered
+
+    def assert_state(self, state: enum.Enum | list[enum.Enum]) -> None:
+        """Raises unless the module is in one of these states.
+
+        Raises:
+            LifecycleError: it is in another one.
+        """
+        wanted = [state] if isinstance(state, enum.Enum) else state
+        if self.training_state not in wanted:
+            raise LifecycleError(
+                f"expected to be in states {wanted} but current state is {self.training_state}"
+            )
+
+
+# ------------------------------------------------------------ the wrapper
 # What the wrapper shows as it was passed.
 _SHOWN = (
-    "reshard_after_forward", "disable_reshard_on_root", "mixed_precision",
-    "fp32_reduce_scatter", "flatten_parameters", "bucket_cap_mb", "state_dict_device", "clear_autocast_cache",
-    "force_input_to_fp32", "verbose", "state_dict_on_rank_0_only", "allow_reset_parameters",
-)  # fmt: skip
+    "reshard_after_forward disable_reshard_on_root mixed_precision fp32_reduce_scatter flatten_parameters "
+    "bucket_cap_mb state_dict_device clear_autocast_cache force_input_to_fp32 verbose state_dict_on_rank_0_only "
+    "allow_reset_parameters"
+)
+_REPR = "world_size flatten_parameters mixed_precision"
+_VERBOSE_REPR = (
+    "reshard_after_forward compute_dtype buffer_dtype fp32_reduce_scatter compute_device move_params_to_cpu "
+    "move_grads_to_cpu bucket_cap_mb clear_autocast_cache force_input_to_fp32"
+)
 
 
-class FullyShardedDataParallel(FairscaleFacts):
+class FullyShardedDataParallel(StandIn):
     """fairscale's FullyShardedDataParallel: see :class:`shardkit.FSDP` for what it does.
 
     Args:
@@ -69,6 +149,10 @@ class FullyShardedDataParallel(FairscaleFacts):
         ConfigurationError: options that exclude each other.
     """
 
+    _passed_for_gradients: PassedGroup
+    flatten_parameters: bool
+    move_params_to_cpu: bool
+
     @without_arguments(offload_config="parameters are kept on the CPU with move_params_to_cpu=True")
     def __init__(
         self,
@@ -97,17 +181,23 @@ class FullyShardedDataParallel(FairscaleFacts):
         allow_reset_parameters: bool = False,
     ) -> None:
         given, offloads = dict(locals()), move_params_to_cpu or cpu_offload
+        if offloads and move_grads_to_cpu is False:
+            raise ConfigurationError("move_params_to_cpu requires move_grads_to_cpu, which is its default")
+        if fp32_reduce_scatter and not mixed_precision:
+            raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
         self._passed_group = PassedGroup(process_group)
         self._passed_for_gradients = PassedGroup(process_group_reduce_scatter)
         options = Options(
             group=_group(getattr(process_group, "group", process_group)),  # of a ProcessGroupTracker
             precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
             reshard=ReshardPolicy(bool(reshard_after_forward), root=not disable_reshard_on_root),
-            offload=_offload(offloads, move_grads_to_cpu),
-            reduce=_reduction(mixed_precision, fp32_reduce_scatter, gradient_predivide_factor),
+            offload=OffloadPolicy(offloads, move_grads_to_cpu),
+            reduce=ReducePolicy(
+                dtype=torch.float32 if fp32_reduce_scatter else None, predivide=gradient_predivide_factor
+            ),
             flatten=flatten_parameters,
             layout=AlignedLayout(None) if flatten_parameters else EachAlone(AlignedLayout(None)),
-            device=_compute_device(module, compute_device, offloads),
+            device=device_for(module.parameters(), compute_device, offloads),
             state_dict_device=state_dict_device,
             state_dict_on_rank_0_only=state_dict_on_rank_0_only,
             clears_autocast_cache=clear_autocast_cache,
@@ -115,7 +205,7 @@ class FullyShardedDataParallel(FairscaleFacts):
         )
         self._shard(module, self._adapted(options))
         self._answer_inside()
-        self.__dict__.update({name: given[name] for name in _SHOWN})
+        self.__dict__.update({name: given[name] for name in _SHOWN.split()})
         self._orig_reshard_after_forward = reshard_after_forward
         self.move_params_to_cpu = offloads
         self.move_grads_to_cpu = move_grads_to_cpu or offloads
@@ -137,6 +227,118 @@ class FullyShardedDataParallel(FairscaleFacts):
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         self._answer_inside()
+
+    # ------------------------------------------------------------ what existing code reads, private names included
+    # the wrapper's inner part, which forwards to the wrapped module
+    module = property(attrgetter("_fsdp_wrapped_module"))
+    cpu_offload = property(attrgetter("move_params_to_cpu"))
+    rank = property(attrgetter("_state.group.rank"))
+    world_size = property(attrgetter("_state.group.world_size"))
+    # state of parameters that are this rank's alone, as of the last gather_full_optim_state_dict
+    uncollected_opt_state = property(attrgetter("_state.uncollected"))
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Lists this wrapper's own parameters (shards)."""
+        return [listing.param for listing in self._state.listings]
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """Returns the group as it was passed, or as torch knows it."""
+        if self._passed_group.value is not None:
+            return self._passed_group.value
+        return getattr(self._state.group, "process_group", None) or torch.distributed.group.WORLD
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup) -> None:
+        """Set after unpickling, from the outermost module on; until then the group is that of all ranks.
+
+        Raises:
+            ConfigurationError: the shards are of another number of ranks, or of another rank.
+            LifecycleError: the module's forward or backward is under way, or the root has run.
+        """
+        self.assert_state(TrainingState.IDLE)
+        reconnect(self._state, getattr(group, "group", group))
+        self._passed_group = PassedGroup(group)
+        self._passed_group.hear(self._state.flats)
+
+    @property
+    def process_group_reduce_scatter(self) -> ProcessGroup:
+        """Returns what was passed, if that is a group of as many ranks; gradients have their own connections anyway."""
+        passed: Tree = self._passed_for_gradients.value
+        fits = callable(getattr(passed, "size", None)) and passed.size() == self.world_size
+        return passed if fits else self.process_group
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        chosen, flats = self._state.options.precision.compute, self._state.flats
+        return chosen or (flats[0].param.dtype if flats else torch.float32)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        return self._state.options.precision.buffers or self.compute_dtype
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """Returns the padding at the end of each of this rank's shards."""
+        return [listing.layout.padding(self.rank) for listing in self._state.listings]
+
+    @property
+    def has_full_params(self) -> bool:
+        """Says whether this wrapper's parameters are gathered."""
+        return self._state.summoned is not None or any(f.store.state in FULL for f in self._state.flats)
+
+    @property
+    def training_state(self) -> TrainingState:  # type: ignore[override]
+        """Tells what the module is doing."""
+        if self._state.summoned is not None:
+            return TrainingState.SUMMON_FULL_PARAMS
+        engine = self._state.engine
+        if engine is not None and engine.state.task != NO_BACKWARD:
+            return TrainingState.BACKWARD_PRE
+        if engine is not None and engine.forwards:
+            return TrainingState.FORWARD
+        return TrainingState.IDLE
+
+    @property
+    def _require_backward_grad_sync(self) -> bool:
+        engine = self._state.engine
+        return engine is None or not engine.state.accumulating
+
+    @property
+    def _streams(self) -> dict[str, object]:
+        """Returns None: collectives have streams of their own."""
+        return {}
+
+    @property
+    def _reducer(self) -> None:
+        """Returns None: a unit's gradients are reduced together, without buckets."""
+
+    @property
+    def _num_flatten_params(self) -> int:
+        return len(self._state.flats) if self.flatten_parameters else 0
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """Returns this wrapper's own parameters; those of other wrappers that it uses are theirs."""
+        return self.params
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Accepts it: weights that wrappers share are found when they are wrapped.
+
+        Raises:
+            ConfigurationError: ``p`` belongs to no FSDP module.
+        """
+        if shard_behind(p) is None and managing(p) is None:
+            raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
+
+    def _reset_lazy_init(self) -> None:
+        """The next forward finds out anew which modules are below this one; its units keep what they have.
+
+        Raises:
+            LifecycleError: its forward or backward is under way.
+        """
+        self.assert_state(TrainingState.IDLE)
+        self._state.forget_root()
 
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager
@@ -172,41 +374,35 @@ class FullyShardedDataParallel(FairscaleFacts):
             return self._state.module.reset_parameters()  # type: ignore[operator]
 
     def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names as fairscale's: raw ones where flattened, clean ones otherwise and inside ``summon_full_params``."""
+        """Names them as fairscale: raw where flattened, clean otherwise and inside of ``summon_full_params``."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield (name if self.flatten_parameters and self._state.summoned is None else clean(name)), param
 
     def extra_repr(self) -> str:
         """Shows world size and the main options."""
-        text = (
-            f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
-            f"mixed_precision={self.mixed_precision}, "
-        )
-        if self.verbose:
-            text = (
-                f"self={id(self)} is_root={self._state.is_root}, rank={self.rank}, {text}"
-                f"reshard_after_forward={self.reshard_after_forward}, compute_dtype={self.compute_dtype}, "
-                f"buffer_dtype={self.buffer_dtype}, fp32_reduce_scatter={self.fp32_reduce_scatter}, "
-                f"compute_device={self.compute_device}, move_params_to_cpu={self.move_params_to_cpu}, "
-                f"move_grads_to_cpu={self.move_grads_to_cpu}, bucket_cap_mb={self.bucket_cap_mb}, "
-                f"clear_autocast_cache={self.clear_autocast_cache}, force_input_to_fp32={self.force_input_to_fp32}, "
-            )
-        return text
+        begin = f"self={id(self)} is_root={self._state.is_root}, rank={self.rank}, " if self.verbose else ""
+        names = f"{_REPR} {_VERBOSE_REPR if self.verbose else ''}".split()
+        return begin + "".join(f"{name}={getattr(self, name)}, " for name in names)
+
+
+FairscaleFacts = FullyShardedDataParallel  # what held these attributes up to 0.2
 
 
 def _group(given: Tree) -> ProcessGroup:
-    """A group of several ranks that can't communicate says so: it is for the structure, as in fairscale's tests."""
+    """Marks a group of several ranks that can't communicate: it is for the structure, as in fairscale's tests."""
     size = size_of(given)
     if size is None or size == 1 or hasattr(given, "allgather"):
         return given
     return RanksInName(given.rank(), size)
 
 
-def _compute_device(module: nn.Module, given: torch.device | None, offloads: bool) -> torch.device | None:
-    """Chooses as fairscale does: a module that stays on the CPU is computed on the GPU, where the job has some."""
+def device_for(
+    params: Iterable[nn.Parameter], given: torch.device | None, offloads: bool
+) -> torch.device | None:
+    """Chooses where to compute: what stays on the CPU between steps on the GPU, where the job has some."""
     if given is not None:
         return torch.device(given)
-    if not offloads or any(p.device.type != "cpu" for p in module.parameters()):
+    if not offloads or any(p.device.type != "cpu" for p in params):
         return None
     backend = backend_of_job()
     return backend.device() if backend.device_type != "cpu" and backend.has_storage else None
@@ -221,16 +417,23 @@ def _precision(
     return PrecisionPolicy(buffers=buffers, inputs=torch.float32 if fp32_inputs else None)
 
 
-def _offload(params: bool, grads: bool | None) -> OffloadPolicy:
-    if params and grads is False:
-        raise ConfigurationError("move_params_to_cpu requires move_grads_to_cpu, which is its default")
-    return OffloadPolicy(params, grads)
+def check_param_counts_before_sharding(full_optim_state_dict: StateDict, n_instances: int) -> None:
+    """Checks that a full optimizer state was saved from as many FSDP instances.
+
+    Raises:
+        ConfigurationError: it was not.
+    """
+    saved = len(set(full_optim_state_dict["param_id_map"].values()))
+    if full_optim_state_dict["state"] and saved != n_instances:
+        raise ConfigurationError(
+            f"the optimizer state was saved from {saved} FSDP instances, this model has {n_instances} (itself "
+            "included); wrap it as it was when the state was saved"
+        )
 
 
-def _reduction(mixed: bool, fp32: bool, predivide: float | None) -> ReducePolicy:
-    if fp32 and not mixed:
-        raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
-    return ReducePolicy(dtype=torch.float32 if fp32 else None, predivide=predivide)
+def is_singleton_tensor(x: object) -> bool:
+    """Says whether it is a tensor without dimensions."""
+    return isinstance(x, torch.Tensor) and x.dim() == 0
 
 
 def p_assert(cond: object, s: object) -> None:
@@ -313,7 +516,7 @@ def free_storage_(data: torch.Tensor) -> None:
 def cast_floats_to_right_precision(
     to_fp16: bool, no_grad: bool, *args: Tree, **kwargs: Tree
 ) -> tuple[Args, Kwargs]:
-    """Arguments with fp32 tensors cast to fp16, or the other way round.
+    """Returns arguments with fp32 tensors cast to fp16, or the other way round.
 
     Args:
         to_fp16: which way.

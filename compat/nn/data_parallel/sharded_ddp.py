@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.optim.oss import OSS
 from shardkit.oss.sharded_ddp import ShardedDDP
 from shardkit.policy import ReducePolicy
 from shardkit.training.adascale import AdaScale
 from shardkit.types import ProcessGroup
-
-__getattr__ = redirected_names(__name__)
-
 
 logger = logging.getLogger("shardkit")
 
@@ -94,14 +88,6 @@ class ShardedDataParallel(ShardedDDP):
     def _trainable_params(self) -> list[nn.Parameter]:
         return [p for o in self._sharded_optimizers for p in o._parameters() if p.requires_grad]
 
-    @property
-    def _should_accumulate_grads(self) -> bool:
-        return self._connected().state.accumulating
-
-    @property
-    def _grad_hooks(self) -> Sequence[RemovableHandle]:
-        return self._connected().hook_handles
-
-    @property
-    def _buckets(self) -> Sequence[object]:
-        return self._connected().buckets
+    _should_accumulate_grads = property(lambda self: self._connected().state.accumulating)
+    _grad_hooks = property(lambda self: self._connected().hook_handles)
+    _buckets = property(lambda self: self._connected().buckets)

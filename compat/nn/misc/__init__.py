@@ -2,7 +2,6 @@
 
 from torch import nn
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.flattening.bucket import GradBucket, ParamBucket
 from shardkit.flattening.keys import WRAPPED, rename_prefix
 from shardkit.flattening.wrapper import FlattenParamsWrapper
@@ -16,8 +15,6 @@ __all__ = [
     "ParamBucket",
     "checkpoint_wrapper",
 ]
-
-__getattr__ = redirected_names(__name__)
 
 
 # Named by wrappers that fairscale has pickled.

@@ -21,7 +21,7 @@ _functions = redirected_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Functions of :mod:`shardkit.model_parallel.groups`, and fairscale's variables as they are now."""
+    """Returns functions of :mod:`shardkit.model_parallel.groups`, and fairscale's variables as they are now."""
     if name not in _VARIABLES:
         return _functions(name)
     return _VARIABLES[name]() if groups.model_parallel_is_initialized() else None

@@ -5,14 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.model_parallel import moe as core
 from shardkit.model_parallel.moe import Top2Gate
 from shardkit.types import ProcessGroup
 
 __all__ = ["MOELayer", "Top2Gate"]
-
-__getattr__ = redirected_names(__name__)
 
 
 class MOELayer(core.MOELayer):

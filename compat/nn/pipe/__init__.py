@@ -1,10 +1,7 @@
 """fairscale.nn.pipe: pipeline parallelism."""
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.pipeline.async_pipe import AsyncPipe, LazyModule, PipeRPCWrapper
 from shardkit.pipeline.pipe import Pipe
 from shardkit.wrapping.activations import is_checkpointing, is_recomputing
 
 __all__ = ["AsyncPipe", "LazyModule", "Pipe", "PipeRPCWrapper", "is_checkpointing", "is_recomputing"]
-
-__getattr__ = redirected_names(__name__)

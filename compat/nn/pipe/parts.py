@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,15 +16,18 @@ from torch.autograd.function import FunctionCtx
 
 from shardkit.backend import backend_for_device
 from shardkit.errors import ConfigurationError
-from shardkit.pipeline import microbatch, partition
+from shardkit.pipeline import microbatch
 from shardkit.pipeline.async_pipe import LazyModule
-from shardkit.pipeline.microbatch import Batch
+from shardkit.pipeline.microbatch import Batch, in_tuple
 from shardkit.pipeline.microbatch import Value as TensorOrTensors
 from shardkit.pipeline.pipe import Device
+from shardkit.pipeline.skip import Skippable, StashPop
 from shardkit.wrapping.activations import call_checkpointed
 
 # ------------------------------------------------------------ types
 Tensors = tuple[torch.Tensor, ...]
+StashPopGenerator = Generator[StashPop, torch.Tensor | None, TensorOrTensors]
+SkippableT = TypeVar("SkippableT", bound=Skippable)
 InputDevice = int | str | torch.device | None
 
 
@@ -60,7 +63,7 @@ class Checkpointing:
         return Batch(value, self.batch.index)
 
     def recompute(self, batch: Batch) -> None:
-        """Nothing: backward comes to it by itself."""
+        """Does nothing: backward comes to it by itself."""
 
 
 _UNKNOWN = nn.ParameterList([nn.Parameter(torch.empty(0))])
@@ -73,7 +76,7 @@ Module = nn.Module
 
 def recommend_auto_balance(message: str) -> str:
     """Returns the message, and how to have the numbers of layers found."""
-    return message + partition.ADVICE
+    return message + microbatch.ADVICE
 
 
 def split_module(
@@ -86,9 +89,9 @@ def split_module(
         TooFewDevicesError: (an IndexError) fewer devices than partitions.
     """
     balance = list(balance)
-    partition.check_balance(len(module), balance, len(devices), "devices")
+    microbatch.check_balance(len(module), balance, len(devices), "devices")
     del devices[len(balance) :]
-    parts = partition.split_module(module, balance)
+    parts = microbatch.split_module(module, balance)
     return nn.ModuleList(p.to(d) for p, d in zip(parts, devices, strict=True)), balance, devices
 
 
@@ -99,18 +102,18 @@ def verify_splitting(
     devices: list[torch.device],
 ) -> None:
     """Raises ConfigurationError (a ValueError) for a parameter on two devices."""
-    partition.verify_shared_parameters(partitions, devices)
+    microbatch.verify_shared_parameters(partitions, devices)
 
 
 # ------------------------------------------------------------ AsyncPipe
 def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:
     """Raises BalanceError (a ValueError) for numbers of layers that don't fit."""
-    partition.check_balance(len(module), balance, len(balance), "ranks")
+    microbatch.check_balance(len(module), balance, len(balance), "ranks")
 
 
 def verify_module(module: nn.Sequential | list[LazyModule]) -> None:
     """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
-    partition.verify_distinct(module)
+    microbatch.verify_distinct(module)
 
 
 # ------------------------------------------------------------ balance
@@ -127,7 +130,7 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device = torch.device("cuda"),  # noqa: B008  # fairscale's default
 ) -> list[int]:
-    """Numbers of layers such that forward and backward of all partitions take about the same time.
+    """Returns numbers of layers such that forward and backward of all partitions take about the same time.
 
     Args:
         module: stays as it is; copies of its layers run one by one.
@@ -147,7 +150,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device = torch.device("cuda"),  # noqa: B008  # fairscale's default
 ) -> list[int]:
-    """Numbers of layers such that all partitions take about the same memory in training.
+    """Returns numbers of layers such that all partitions take about the same memory in training.
 
     Args:
         module: stays as it is; copies of its layers run one by one.
@@ -270,7 +273,7 @@ def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
 
 
 def is_cuda(stream: AbstractStream | None) -> bool:
-    """Whether it is a device's stream (any device's, in spite of the name), not the host's."""
+    """Says whether it is a device's stream (any device's, in spite of the name), not the host's."""
     return isinstance(stream, torch.Stream)
 
 
@@ -364,7 +367,7 @@ def profile_times(
             synchronize()
             begin = time.perf_counter()
             value = layer(value)
-            outputs = [t for t in _tensors(value) if t.requires_grad]
+            outputs = [t for t in in_tuple(value) if t.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, outputs)
             synchronize()
@@ -388,13 +391,13 @@ def profile_sizes(
         param_scale: copies of parameters: themselves, gradients, optimizer state.
         device: where the layers run.
     """
-    samples = _tensors(input)[0].size(0) / chunks
+    samples = in_tuple(input)[0].size(0) / chunks
     value: TensorOrTensors = tuple(t[:1] for t in input) if isinstance(input, tuple) else input[:1]
     sizes = []
     for layer in layerwise_sandbox(module, device):
         value = _fresh(value, device)
         held = {
-            t.untyped_storage().data_ptr() for t in [*_tensors(value), *layer.parameters(), *layer.buffers()]
+            t.untyped_storage().data_ptr() for t in [*in_tuple(value), *layer.parameters(), *layer.buffers()]
         }
         kept: dict[int, int] = {}
 
@@ -406,7 +409,7 @@ def profile_sizes(
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             value = layer(value)
-        for tensor in _tensors(value):
+        for tensor in in_tuple(value):
             keep(tensor)
         parameters = sum(p.untyped_storage().nbytes() for p in layer.parameters())
         sizes.append(int(sum(kept.values()) * samples + parameters * param_scale))
@@ -418,11 +421,7 @@ def balance_cost(cost: list[int], partitions: int) -> list[int]:
     return [len(block) for block in solve(cost, partitions)]
 
 
-def _tensors(value: TensorOrTensors) -> tuple[torch.Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
 def _fresh(value: TensorOrTensors, device: torch.device) -> TensorOrTensors:
     """Copies values to a device, as leaves."""
-    made = tuple(t.detach().to(device).requires_grad_(t.requires_grad) for t in _tensors(value))
+    made = tuple(t.detach().to(device).requires_grad_(t.requires_grad) for t in in_tuple(value))
     return made if isinstance(value, tuple) else made[0]

@@ -13,9 +13,8 @@ from shardkit.wrapping import context as wrapping
 from shardkit.wrapping.context import WrapContext, WrapError, auto_wrap, current_context, wrap
 from shardkit.wrapping.policies import config_auto_wrap_policy, default_auto_wrap_policy
 
-__all__ = [
-    "ConfigAutoWrap", "auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"
-]  # fmt: skip
+__all__ = ["auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "wrap"]  # from elsewhere
+__all__ += ["ConfigAutoWrap", "enable_wrap"]
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ Reads what torch_xla's FSDP wrote, and shardkit's.
 
 from __future__ import annotations
 
+import functools
 import glob
 import math
 import os
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, cast
 
 import torch
@@ -116,36 +117,24 @@ def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, ob
     return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
 
 
-class _Files:
-    """Files as they were read, each anew once it has changed."""
-
-    def __init__(self, trust_pickle: bool) -> None:
-        self._trust = trust_pickle
-        self._read: dict[str, tuple[tuple[int, int], ShardCheckpoint]] = {}
-
-    def read(self, path: str) -> ShardCheckpoint:
-        """Returns what is in it now."""
-        facts = os.stat(path)
-        version = (facts.st_mtime_ns, facts.st_ino)
-        if path not in self._read or self._read[path][0] != version:
-            found = load(path, trust_pickle=self._trust)
-            if not isinstance(found, Mapping) or not {"model", "shard_metadata"} <= found.keys():
-                raise ConfigurationError(
-                    f"{path} has no model with shard_metadata, so it is no rank's part of a sharded model: it was "
-                    "saved without FSDP, or without model.get_shard_metadata() beside model.state_dict()"
-                )
-            self._read[path] = version, cast(ShardCheckpoint, found)
-        return self._read[path][1]
+def _read(path: str, version: tuple[int, int], trust_pickle: bool) -> ShardCheckpoint:
+    found = load(path, trust_pickle=trust_pickle)
+    if not isinstance(found, Mapping) or not {"model", "shard_metadata"} <= found.keys():
+        raise ConfigurationError(
+            f"{path} has no model with shard_metadata, so it is no rank's part of a sharded model: it was "
+            "saved without FSDP, or without model.get_shard_metadata() beside model.state_dict()"
+        )
+    return cast(ShardCheckpoint, found)
 
 
-def _all_ranks(pattern: str, target: str, files: _Files) -> list[ShardCheckpoint]:
-    """The files of all ranks, in rank order; an earlier result, which may match the pattern too, is left out."""
+def _all_ranks(pattern: str, target: str, read: Callable[[str], ShardCheckpoint]) -> list[ShardCheckpoint]:
+    """Reads the files of all ranks, in rank order; an earlier result, which may match the pattern, is left out."""
     paths = [p for p in sorted(glob.glob(pattern)) if os.path.abspath(p) != os.path.abspath(target)]
     if not paths:
         raise ConfigurationError(f"no file matches {pattern}")
-    read: dict[str, ShardCheckpoint] = {p: files.read(p) for p in paths}
+    files: dict[str, ShardCheckpoint] = {p: read(p) for p in paths}
     by_rank: dict[int, ShardCheckpoint] = {}
-    for path, checkpoint in read.items():
+    for path, checkpoint in files.items():
         rank, size = checkpoint["shard_metadata"]["rank"], checkpoint["shard_metadata"]["world_size"]
         if size != len(paths) or rank in by_rank:
             raise ConfigurationError(
@@ -153,9 +142,9 @@ def _all_ranks(pattern: str, target: str, files: _Files) -> list[ShardCheckpoint
                 "of all ranks and no others"
             )
         by_rank[rank] = checkpoint
-    check_one_save(paths, [c["shard_metadata"] for c in read.values()])
-    for path, checkpoint in read.items():
-        if _facts(checkpoint) != _facts(read[paths[0]]):
+    check_one_save(paths, [c["shard_metadata"] for c in files.values()])
+    for path, checkpoint in files.items():
+        if _facts(checkpoint) != _facts(files[paths[0]]):
             raise ConfigurationError(
                 f"{path} and {paths[0]} are of different models: their shard_metadata or the names in them differ; "
                 "remove the files of one"
@@ -165,9 +154,14 @@ def _all_ranks(pattern: str, target: str, files: _Files) -> list[ShardCheckpoint
 
 
 def consolidate_sharded_model_checkpoints(
-    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True, *,
-    trust_pickle: bool = False, wait: float | None = None,
-) -> tuple[OrderedDict[str, torch.Tensor], str | None]:  # fmt: skip
+    ckpt_prefix: str,
+    ckpt_suffix: str = "*.pth",
+    save_path: str = "",
+    save_model: bool = True,
+    *,
+    trust_pickle: bool = False,
+    wait: float | None = None,
+) -> tuple[OrderedDict[str, torch.Tensor], str | None]:
     """Puts the checkpoint files of all ranks together: dicts with ``model`` and ``shard_metadata``.
 
     A rank may call it as soon as its own file is saved. It waits for those of the others: until there are as many as
@@ -193,10 +187,15 @@ def consolidate_sharded_model_checkpoints(
     pattern = ckpt_prefix + ckpt_suffix
     if wait is None:
         wait = _PATIENCE if rank_and_world_size()[1] > 1 else 0.0
-    deadline, files = time.monotonic() + wait, _Files(trust_pickle)
+    deadline, kept = time.monotonic() + wait, functools.cache(_read)
+
+    def read(path: str) -> ShardCheckpoint:
+        facts = os.stat(path)
+        return kept(path, (facts.st_mtime_ns, facts.st_ino), trust_pickle)  # anew once it has changed
+
     while True:
         try:
-            ordered = _all_ranks(pattern, target, files)
+            ordered = _all_ranks(pattern, target, read)
             break
         except _NOT_YET as error:
             if isinstance(error, UntrustedFileError) or time.monotonic() >= deadline:

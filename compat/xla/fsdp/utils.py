@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.types import AnyCallable, Tree
+from shardkit.internal.containers import pack_kwargs, unpack_kwargs
+from shardkit.types import Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
 from shardkit.xla.ranks import names_of
 
@@ -31,7 +32,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     elsewhere = checkpoint_wrapper(module).forward
 
     def forward(*args: Tree, **kwargs: Tree) -> Tree:
-        values = (*args, *kwargs.values())
+        names, values = pack_kwargs(*args, **kwargs)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         if not any(t.device.type == "xla" for t in tensors):
             return elsewhere(*args, **kwargs)
@@ -39,19 +40,11 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
             return plain(*args, **kwargs)  # backward would not come by: torch_xla's goes by inputs
         from torch_xla.utils.checkpoint import checkpoint
 
-        return checkpoint(_positional(plain, tuple(kwargs)), *values)
+        def call(*values: Tree) -> Tree:
+            positional, named = unpack_kwargs(names, values)
+            return plain(*positional, **named)
+
+        return checkpoint(call, *values)  # which takes no keywords
 
     module.forward = forward
     return module
-
-
-def _positional(function: AnyCallable, keywords: tuple[str, ...]) -> AnyCallable:
-    """Returns the function with these keyword arguments at the end of its positional ones."""
-    if not keywords:
-        return function
-
-    def call(*values: Tree) -> Tree:
-        split = len(values) - len(keywords)
-        return function(*values[:split], **dict(zip(keywords, values[split:], strict=True)))
-
-    return call

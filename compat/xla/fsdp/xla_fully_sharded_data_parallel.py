@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardkit.backend import Group
 from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.flat_values import EachAlone
@@ -19,9 +18,9 @@ from shardkit.fsdp.state import INNER, OUTER, Options, clean
 from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import ShardLayout
-from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
+from shardkit.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
-from shardkit.torch_fsdp.arguments import materialize, move_buffers
+from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize, move_buffers
 from shardkit.torch_seams.module_versions import versions_of
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
@@ -133,10 +132,13 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         group = None if device is None else backend.group()
         if self.sharding_groups is not None:
             group = group_among(self.sharding_groups)
-            _check_place(group, given["sharding_rank"], given["sharding_world_size"])
-        names = (
-            "reshard_after_forward", "disable_reshard_on_root", "flatten_parameters", "compute_dtype", "buffer_dtype"
-        )  # fmt: skip
+            place = given["sharding_rank"], given["sharding_world_size"]
+            if (group.rank, group.world_size) != place:
+                raise ConfigurationError(
+                    f"sharding_groups put this rank at place {group.rank} of {group.world_size}; pass sharding_rank="
+                    f"{group.rank} and sharding_world_size={group.world_size} (got {place[0]} and {place[1]})"
+                )
+        names = ("reshard_after_forward", "disable_reshard_on_root", "flatten_parameters", "compute_dtype")
         compute = given["compute_dtype"]
         mixed = compute is not None and any(
             p.dtype != compute for p in module.parameters() if p.is_floating_point()
@@ -194,7 +196,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
     @property
     def sharded_params(self) -> list[nn.Parameter]:
-        """This wrapper's own shards; those of trainable parameters first."""
+        """Returns this wrapper's own shards; those of trainable parameters first."""
         return [shard.flat.param for shard in self._shards]
 
     @property
@@ -212,12 +214,10 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         firsts = [original.places[0] for shard in self._shards for original in shard.flat.originals]
         return [(paths[place.module], *place) for place in firsts]
 
-    @property
-    def xla_device(self) -> torch.device:
-        return self.compute_device
+    xla_device = FullyShardedDataParallel.compute_device
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Shards of this wrapper and those below, with the paths of their parameters in the wrapped module."""
+        """Returns shards of this wrapper and those below, with the paths of their parameters in the wrapped module."""
         return [
             (clean(f"{path}.{shard.original}" if path else shard.original), shard.flat.param)
             for path, m in self._holders()
@@ -227,7 +227,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Shards in torch_xla's order (a wrapper's own come first) and under its names."""
+        """Returns shards in torch_xla's order (a wrapper's own come first) and under its names."""
         if self._state.summoned is not None:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
@@ -375,14 +375,6 @@ def _check(module: nn.Module, options: Mapping[str, object]) -> None:
     dummies = [k for k, v in options.items() if k.startswith("_debug_dummy") and v]
     if dummies:
         raise ConfigurationError(f"{', '.join(dummies)}: there are no dummy operations here; leave it out")
-
-
-def _check_place(group: Group, rank: int | None, world_size: int | None) -> None:
-    if (group.rank, group.world_size) != (rank, world_size):
-        raise ConfigurationError(
-            f"sharding_groups put this rank at place {group.rank} of {group.world_size}; pass sharding_rank="
-            f"{group.rank} and sharding_world_size={group.world_size} (got {rank} and {world_size})"
-        )
 
 
 # ------------------------------------------------------------ shards in state dicts

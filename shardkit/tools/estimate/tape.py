@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from shardkit.backend import DONE, ReduceOp, Work
-from shardkit.backends.c10d.group import PIECE
-from shardkit.backends.c10d.payloads import ReduceScatterPlan
-from shardkit.backends.imagined import ImaginedBackend, ImaginedGroup
+from shardkit.backends.c10d.group import PIECE, ReduceScatterPlan
+from shardkit.backends.eager import ImaginedBackend, ImaginedGroup
 
 from ...types import Args, Kwargs, Tree
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardkit.backends.diagnosis.calls import Call, SourceLine, here
+from shardkit.backends.diagnosis.stack_report import Call, SourceLine, here
 from shardkit.backends.simulated.group import SimulatedGroup
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
 from shardkit.optimizers.stepping import take_part

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from shardkit import backend as backends
-from shardkit.backend import Group, get_backend, is_group
+from shardkit.backend import Group, Pool, get_backend, is_group
 from shardkit.backends.simulated import SimulatedBackend, enter_group
 from shardkit.backends.simulated.devices_on_host import DevicesOnHost, host_for_devices
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
-from shardkit.types import Args, ProcessGroup, T, Tree
+from shardkit.types import Args, ProcessGroup, Tree
 
 from . import surroundings
 from .ranks import (
@@ -191,14 +191,7 @@ class RehearsalBackend(SimulatedBackend):
             raise ConfigurationError("this rank is no member of the process group that it passes")
         return super().group(chosen)
 
-    def _launch(
-        self,
-        fn: Callable[..., T],
-        world_size: int,
-        args: Args,
-        timeout: float | None,
-        start_timeout: float | None,
-    ) -> list[T]:
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
         """Refuses: a rank of a rehearsal is started already, so that launch does not come here."""
         raise ConfigurationError(
             "ranks can't be launched from a thread that is no rank while a rehearsal runs"

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardkit.backends.diagnosis.calls import Call
+from shardkit.backends.diagnosis.stack_report import Call
 from shardkit.backends.simulated.group import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads

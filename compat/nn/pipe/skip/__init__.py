@@ -1,10 +1,7 @@
 """fairscale.nn.pipe.skip: skip connections over partitions."""
 
-from shardkit.compat.redirected import redirected_names
-from shardkit.pipeline.skip import Namespace
-
-from .skippable import pop, skippable, stash, verify_skippables
+# The module first: its name is then taken by the function.
+from . import skippable as _skippable  # type: ignore[import-not-found]  # isort: skip
+from shardkit.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = ["Namespace", "pop", "skippable", "stash", "verify_skippables"]
-
-__getattr__ = redirected_names(__name__)

@@ -10,27 +10,32 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from shardkit.backend import Group, ReduceOp, backend_for
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import average_gradients, average_together
+from shardkit.layout import ShardLayout
 from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_in, watch_outputs
-from shardkit.types import ParamGroup, ProcessGroup, StateDict, Tree
+from shardkit.types import ProcessGroup, StateDict, Tree
 
-from .gossiper import Gossiper, PushPull, PushSum
-from .graph_manager import GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
+from .graph_manager import (
+    Gossiper,
+    GraphManager,
+    MixingManager,
+    NPeerDynamicDirectedExponentialGraph,
+    PushPull,
+    PushSum,
+    UniformMixing,
+)
 from .utils import MultiProcessAdapter, flatten_tensors, unflatten_tensors
-
-__getattr__ = redirected_names(__name__)
-
 
 HEARTBEAT_TIMEOUT = 300  # fairscale's; the group's own timeout counts here
 BROADCAST_BUCKET_SIZE = 10 * 1024 * 1024
@@ -55,7 +60,7 @@ class Nodes:
 
     @property
     def local_rank(self) -> int:
-        """This rank's place within its node."""
+        """Returns this rank's place within its node."""
         return self.world.rank % self.ranks
 
     @property
@@ -228,9 +233,10 @@ class SlowMomentumOptions:
 
 
 class SlowMoDataParallel(nn.Module):
-    """After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``.
+    """Data parallel training in which nodes step on their own and agree from time to time.
 
-    The ranks of a node share gradients in every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps;
+    After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
+    every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps;
     SGP (stochastic gradient push) averages with some peers in every step. Rank 0's parameters are taken at the start,
     and slow momentum starts from them. LocalSGD averages before every slow momentum step.
 
@@ -275,13 +281,13 @@ class SlowMoDataParallel(nn.Module):
             min(nodes.world.world_size, self._slow.shards),
         )
         self._steps = 0
-        self._begin()
         self._push: StochasticGradientPush | None = None
         if several and is_push:
             gossip = gossip or GossipOptions()
             self._push = StochasticGradientPush(module.parameters(), nodes, gossip)
             if self._slow.is_on and not self._slow.shards and not gossip.averages_before_slow_momentum:
                 self._push.check_unbiased()
+        self._begin()
 
     def _begin(self) -> None:
         """Starts slow momentum from the parameters of now, kept on the host until the optimizer is known."""
@@ -324,7 +330,10 @@ class SlowMoDataParallel(nn.Module):
         step = self._steps + 1
         slow = self._slow.is_due(step)
         averages_itself = slow and self._slow.shards > 0
-        average = self._average_is_due(step, slow)
+        if self._push is not None:
+            average = slow and self._push.options.averages_before_slow_momentum
+        else:
+            average = self._localsgd_frequency > 0 and (slow or step % self._localsgd_frequency == 0)
         if not averages_itself and (average or self._push is not None):
             self._agree(copies or list(self.module.parameters()), average)
         if slow:
@@ -333,11 +342,6 @@ class SlowMoDataParallel(nn.Module):
             self._push.weight.fill_(1)
         _copy_back(copies, list(self.module.parameters()))
         self._steps = step
-
-    def _average_is_due(self, step: int, slow: bool) -> bool:
-        if self._push is not None:
-            return slow and self._push.options.averages_before_slow_momentum
-        return self._localsgd_frequency > 0 and (slow or step % self._localsgd_frequency == 0)
 
     def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
         """Takes all nodes' average, or a step of gossip; then the node's other ranks take what its first rank has."""
@@ -396,9 +400,6 @@ def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
 # Communication-Efficient Distributed SGD with Slow Momentum" (2020), Algorithm 1: after the inner steps with rate γ,
 #
 #    u <- β u + (x_0 - mean(x)) / γ,    x_0 <- x_0 - α γ u,    x <- x_0 on all ranks.
-class _Piece(NamedTuple):
-    values: torch.Tensor  # [n], a view
-    lr: float
 
 
 class SlowMomentum:
@@ -438,73 +439,61 @@ class SlowMomentum:
             )
         self.started = True
         self._outer = self._velocity = None
-        for shard, start, stop in self._shards(sum(p.numel() for p in params)):
+        now = [_laid_out_as(p, values.get(p, p)) for p in params]
+        for shard, pieces in self._shards(now):
             if self._owns(shard):
-                now: list[StateDict] = [
-                    {"params": [_laid_out_as(p, values.get(p, p)) for p in params], "lr": 0.0}
-                ]
-                self._outer = torch.cat([piece.values for piece in _pieces(now, start, stop)]).to(params[0])
+                self._outer = torch.cat([values for _, values in pieces]).to(params[0])
                 self._velocity = torch.zeros_like(self._outer)
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes a slow step; every rank calls it, after the same number of inner steps."""
-        total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        for shard, start, stop in self._shards(total):
-            pieces = list(_pieces(optimizer.param_groups, start, stop))
+        listed = [(p, group["lr"]) for group in optimizer.param_groups for p in group["params"]]
+        for shard, pieces in self._shards([p for p, _ in listed]):
+            rates = [listed[item][1] for item, _ in pieces]
+            views = [values for _, values in pieces]
             if self._num_shards == 0:
-                self._apply(pieces)
+                self._apply(views, rates)
                 continue
-            flat = torch.cat([piece.values for piece in pieces])
+            flat = torch.cat(views)
             self._group.reduce(flat, shard, op=ReduceOp.AVG, label="slow momentum")
-            parts = flat.split([piece.values.numel() for piece in pieces])
+            parts = flat.split([values.numel() for values in views])
             if self._owns(shard):
-                self._apply([_Piece(part, piece.lr) for part, piece in zip(parts, pieces, strict=True)])
+                self._apply(parts, rates)
             self._group.broadcast(flat, shard, label="slow momentum")
-            for part, piece in zip(parts, pieces, strict=True):
-                piece.values.copy_(part)
+            for part, values in zip(parts, views, strict=True):
+                values.copy_(part)
 
-    def _shards(self, total: int) -> Iterator[tuple[int, int, int]]:
-        """Lists number, first element and end of each shard that has elements."""
-        length = -(-total // max(self._num_shards, 1))
-        for shard, start in enumerate(range(0, total, length)):
-            yield shard, start, min(start + length, total)
+    def _shards(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+        """Lists shards that have elements: their pieces of parameters, as views [n] in the order of their memory."""
+        layout = ShardLayout(tuple(p.numel() for p in params), max(self._num_shards, 1))
+        for shard, pieces in itertools.groupby(layout.pieces(), key=lambda piece: piece.rank):
+            vectors = ((p, params[p.item]) for p in pieces)  # of any dense layout, as channels last
+            yield (
+                shard,
+                [
+                    (p.item, t.detach().as_strided((p.numel,), (1,), t.storage_offset() + p.start))
+                    for p, t in vectors
+                ],
+            )
 
     def _owns(self, shard: int) -> bool:
         return self._num_shards == 0 or shard == self._group.rank
 
-    def _apply(self, pieces: Sequence[_Piece]) -> None:
-        """Applies Algorithm 1 to the own shard, in place."""
+    def _apply(self, parts: Sequence[torch.Tensor], rates: Sequence[float]) -> None:
+        """Applies Algorithm 1 to the own shard, in place, with the inner optimizer's rate of each part."""
         if self._outer is None or self._velocity is None:
             raise ConfigurationError("slow momentum was not started: call start(optimizer, {}) before step()")
-        sizes = [piece.values.numel() for piece in pieces]
-        for piece, outer, velocity in zip(
-            pieces, self._outer.split(sizes), self._velocity.split(sizes), strict=True
-        ):
-            if (
-                piece.lr == 0
-            ):  # nothing can be said about u; where the optimizer moved nothing, x_0 stays as well
-                outer.copy_(piece.values)
+        sizes = [values.numel() for values in parts]
+        outers, velocities = self._outer.split(sizes), self._velocity.split(sizes)
+        for values, lr, outer, velocity in zip(parts, rates, outers, velocities, strict=True):
+            # nothing can be said about u; where the optimizer moved nothing, x_0 stays as well
+            if lr == 0:
+                outer.copy_(values)
                 continue
-            velocity.mul_(self.momentum).add_((outer - piece.values) / piece.lr)
-            outer.sub_(velocity * (self.lr * piece.lr))
-            piece.values.copy_(outer)
-
-
-def _pieces(groups: Iterable[ParamGroup], start: int, stop: int) -> Iterator[_Piece]:
-    """Elements ``start`` up to ``stop`` of all parameters, as views of them."""
-    offset = 0
-    for group in groups:
-        for p in group["params"]:
-            first, last = max(start - offset, 0), min(stop - offset, p.numel())
-            if first < last:
-                yield _Piece(_in_memory_order(p)[first:last], group["lr"])
-            offset += p.numel()
-
-
-def _in_memory_order(p: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor of any layout (channels last) as a vector, without a copy."""
-    return p.detach().as_strided((p.numel(),), (1,))
+            velocity.mul_(self.momentum).add_((outer - values) / lr)
+            outer.sub_(velocity * (self.lr * lr))
+            values.copy_(outer)
 
 
 def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -516,13 +505,7 @@ def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 # ------------------------------------------------------------ by fairscale's name
 class SlowMoDistributedDataParallel(SlowMoDataParallel):
-    """Data parallel training in which nodes step on their own and agree from time to time.
-
-    After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
-    every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps; SGP (stochastic gradient push) averages
-    with some peers in every step. Slow momentum is :class:`SlowMomentum`.
-
-    Where it departs from fairscale's:
+    """:class:`SlowMoDataParallel` with fairscale's arguments. Where it departs from fairscale's:
 
     * Rank 0's parameters are taken at the start, and slow momentum starts from them. fairscale starts from what each
       rank has after its first step, and ranks never come together again without ``slowmo_memory_efficient``.
@@ -599,41 +582,35 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
             gossip=GossipOptions(graph, mixing, push_sum, slowmo_sgp_average_params),
             broadcast_buffers=broadcast_buffers,
         )
-        self.logger = _logger(verbose, nodes.world.rank)
+        self.logger: logging.Logger | MultiProcessAdapter = logging.getLogger(__name__)
+        if verbose:
+            self.logger.setLevel(logging.DEBUG)
+            self.logger = MultiProcessAdapter(self.logger, {"process_num": nodes.world.rank})
         self.broadcast_buffers = broadcast_buffers
         self.localsgd_frequency = localsgd_frequency
         self.slowmo_sgp_average_params = slowmo_sgp_average_params
-        self._name_as_fairscale()
-
-    def _name_as_fairscale(self) -> None:
-        """Attributes that say where this rank is and what is on."""
-        nodes, slow = self._nodes, self._slow
+        # where this rank is, and what is on, by fairscale's names
         self.process_rank, self.process_world_size = nodes.world.rank, nodes.world.world_size
         self.nprocs_per_node, self.local_rank = nodes.ranks, nodes.local_rank
         self.logical_rank, self.logical_world_size = nodes.index, nodes.count
-        self.localsgd = self._localsgd_frequency > 0
-        self.sgp = self._push is not None
-        self.slowmo = slow.is_on
-        self.slowmo_lr, self.slowmo_momentum = slow.lr, slow.momentum
-        self.slowmo_frequency = slow.frequency
-        self.slowmo_memory_efficient = slow.shards > 0
-        self.slowmo_num_shards = min(nodes.world.world_size, slow.shards) or 1
+        self.localsgd, self.sgp = self._localsgd_frequency > 0, self._push is not None
+        self.slowmo, self.slowmo_lr, self.slowmo_momentum = self._slow.is_on, slowmo_lr, slowmo_momentum
+        self.slowmo_frequency, self.slowmo_memory_efficient = slowmo_frequency, shards > 0
+        self.slowmo_num_shards = min(nodes.world.world_size, shards) or 1
 
     @property
     def ps_weight(self) -> torch.Tensor:
-        """(SGP) the weight of push-sum, [1]."""
+        """Returns the weight of push-sum, [1] (SGP)."""
         if self._push is None:
             raise AttributeError("ps_weight: only SGP over several nodes has a weight")
         return self._push.weight
 
     @property
     def is_sgp_ps_numerator(self) -> bool:
-        """(SGP) whether parameters are multiplied by the weight now."""
+        """Says whether parameters are multiplied by the weight now (SGP)."""
         return self._push is not None and self._push.is_weighed
 
-    @property
-    def num_updates(self) -> int:
-        return self._steps
+    num_updates = property(attrgetter("_steps"))
 
 
 def _check_place(nodes: Nodes, rank: int | None, world_size: int | None) -> None:
@@ -643,11 +620,3 @@ def _check_place(nodes: Nodes, rank: int | None, world_size: int | None) -> None
         raise ConfigurationError(
             f"process_rank={rank}, process_world_size={world_size}; the group says {real[0]} of {real[1]}"
         )
-
-
-def _logger(verbose: bool, rank: int) -> logging.Logger | MultiProcessAdapter:
-    logger = logging.getLogger(__name__)
-    if not verbose:
-        return logger
-    logger.setLevel(logging.DEBUG)
-    return MultiProcessAdapter(logger, {"process_num": rank})

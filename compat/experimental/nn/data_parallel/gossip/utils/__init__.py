@@ -12,9 +12,6 @@ import torch.distributed as dist
 from shardkit.compat.redirected import redirected_names
 from shardkit.types import AnyCallable, Tree
 
-__getattr__ = redirected_names(__name__)
-
-
 # ------------------------------------------------------------ recorders
 MAX_LEN_DEQUEUE = 10**4
 deque_with_max_len_fixed: partial[deque[float]] = partial(deque, maxlen=MAX_LEN_DEQUEUE)
@@ -73,7 +70,7 @@ def flatten_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unflatten_tensors(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a vector in the shapes of these tensors."""
+    """Returns views of a vector in the shapes of these tensors."""
     pieces = flat.split([t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
