@@ -46,6 +46,14 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
     return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
 
 
+def problems_of_ranks(group: Group, problem: str | None, label: str) -> list[tuple[int, str]]:
+    """Lists what is wrong on any rank, with the rank's number in the whole job, on all of them (collective)."""
+    everybody = [problem]
+    if group.world_size > 1:
+        everybody = all_gather_facts(group.channel("control"), problem, label=label)
+    return [(rank, what) for rank, what in zip(group.ranks, everybody, strict=True) if what is not None]
+
+
 def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> list[T]:
     """Gathers values that may be anything: where those of all ranks are facts, nothing is pickled (collective)."""
     try:

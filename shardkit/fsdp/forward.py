@@ -397,7 +397,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     if engine.forwards <= 0:
         engine.thread = NO_THREAD
     # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
-    if is_outermost and not engine.is_lazy and not isinstance(error, LifecycleError):
+    if is_outermost and not (engine.is_lazy or engine.is_alone or isinstance(error, LifecycleError)):
         state.group.abort(f"its forward raised {type(error).__name__}: {error}")
 
 

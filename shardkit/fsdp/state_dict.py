@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..checks import all_gather_facts, check_one_save, stamp
+from ..checks import check_one_save, problems_of_ranks, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..torch_seams.module_versions import versions_of
@@ -256,11 +256,8 @@ def check_own(sharding: ShardingState, state: SavedState) -> None:
         ConfigurationError: names the rank whose state dict is wrong, and the first tensor.
     """
     problem = _problem(sharding, state)
-    group = sharding.group
-    everybody = [problem]
-    if group.world_size > 1:
-        everybody = all_gather_facts(group.channel("control"), problem, label="check of local state dicts")
-    wrong = [f"rank {group.ranks[r]}: {what}" for r, what in enumerate(everybody) if what is not None]
+    found = problems_of_ranks(sharding.group, problem, "check of local state dicts")
+    wrong = [f"rank {rank}: {what}" for rank, what in found]
     if wrong:
         raise ConfigurationError(
             f"load_local_state_dict: {'; '.join(wrong)}. Nothing was loaded on any rank; each rank loads the "

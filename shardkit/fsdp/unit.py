@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -126,15 +126,25 @@ class LocalGradients:
             self.drop()
 
 
+class StepCheck(Protocol):
+    """Knows whether gradients wait for something that comes before a step."""
+
+    def are_waiting(self) -> bool:
+        """Whether they do."""
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raises LifecycleError if those of parameters with any of these ids do."""
+
+
 class RefuseSteps:
-    """Takes part in steps while there are gradients that ``no_sync`` keeps."""
+    """Takes part in steps while gradients wait for a reduction, or for other micro-batches."""
 
     def __init__(self) -> None:
-        self._waiting: weakref.WeakSet[LocalGradients | Rounds] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[StepCheck] = weakref.WeakSet()
         self._lock = threading.Lock()  # ranks may be threads of one process
 
-    def note(self, local: LocalGradients | Rounds) -> None:
-        """Notes that it has gradients that are not reduced, or waits for others."""
+    def note(self, local: StepCheck) -> None:
+        """Notes that its gradients may wait."""
         take_part(self)
         with self._lock:
             self._waiting.add(local)
@@ -146,7 +156,8 @@ class RefuseSteps:
         with self._lock:
             waiting = list(self._waiting)
             self._waiting.difference_update([local for local in waiting if not local.are_waiting()])
-        for local in waiting:
+        # a block that gradients wait for says more than what keeps them
+        for local in sorted(waiting, key=lambda each: isinstance(each, LocalGradients)):
             local.check_step(stepped)
 
     def after(self, optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.optim import Optimizer
 
-from ..checks import all_gather_facts
+from ..checks import problems_of_ranks
 from ..errors import ConfigurationError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
@@ -133,19 +133,12 @@ def check_loaded(optimizer: Optimizer, flats: Iterable[Tree]) -> None:
     """
     mine = _wrong_shards(optimizer) or _wrong_shapes(optimizer)
     for group in {f.group.ranks: f.group for f in flats}.values():
-        if group.world_size == 1:
-            everybody = [mine]
-        else:
-            everybody = all_gather_facts(
-                group.channel("control"), mine, label="check of loaded optimizer state"
+        for rank, wrong in problems_of_ranks(group, mine, "check of loaded optimizer state"):
+            raise ConfigurationError(
+                f"rank {rank} has loaded optimizer state {wrong}. No parameter was changed on any rank. "
+                "optimizer.state_dict() of shards loads on the rank that saved it, with the same world size and "
+                "wrapping; for others use gather_full_optim_state_dict and get_shard_from_optim_state_dict"
             )
-        for rank, wrong in zip(group.ranks, everybody, strict=True):
-            if wrong is not None:
-                raise ConfigurationError(
-                    f"rank {rank} has loaded optimizer state {wrong}. No parameter was changed on any rank. "
-                    "optimizer.state_dict() of shards loads on the rank that saved it, with the same world size and "
-                    "wrapping; for others use gather_full_optim_state_dict and get_shard_from_optim_state_dict"
-                )
     for param_group in optimizer.param_groups:
         param_group.pop(NOTE, None)
         (versions_of(param_group) or {}).pop(NOTE, None)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..backend import Group
 from ..errors import ConfigurationError
+from ..torch_seams.tensor_facts import alike
 from ..tracing.ranges import ModuleRanges
 from ..types import ProcessGroup
 
@@ -20,10 +21,7 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Group, label: str
 
     Written through ``.data``: a forward may have saved a buffer for its backward, and what it saved stays valid.
     """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for t in tensors:
-        by_dtype.setdefault(t.dtype, []).append(t.data)
-    for same in by_dtype.values():
+    for same in alike(t.data for t in tensors):
         flat = torch.cat([t.reshape(-1) for t in same])
         wire = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
         group.broadcast(wire, 0, label=label)

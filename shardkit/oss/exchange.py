@@ -85,7 +85,7 @@ class GradientExchange:
         buffers: BufferSync,
         run_id: str,
     ) -> None:
-        self.state = BackwardState(self._end_of_backward)
+        self.state = BackwardState(self._backward_ended)
         self._module = module
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
@@ -204,10 +204,23 @@ class GradientExchange:
         for p in self._watched:
             if not p.requires_grad:
                 p.grad = None  # a stale gradient would still move a frozen parameter
-        means = set() if self._reducer is None else self._reducer.means()
+        means = self._means()
         self._build()
-        if self._reducer is not None:
-            self._reducer.adopt_means(means)
+        self.adopt_means(means)
+
+    def _to_owners(self) -> Iterator[Reducer | SparseReducer]:
+        """Yields what leaves means with owners alone, who have to tell them from gradients of their own."""
+        for part in (self._reducer, *self._parts):
+            if isinstance(part, Reducer | SparseReducer):
+                yield part
+
+    def _means(self) -> set[nn.Parameter]:
+        return {p for part in self._to_owners() for p in part.means()}
+
+    def adopt_means(self, params: set[nn.Parameter]) -> None:
+        """Notes whose gradients, that came from elsewhere, are means over ranks already."""
+        for part in self._to_owners():
+            part.adopt_means(params | part.means())
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -298,6 +311,10 @@ class GradientExchange:
         """Sends all buckets that are left, whatever this rank lacks."""
         if self._may_send() and self._reducer is not None:
             self._reducer.send_rest()
+
+    def _backward_ended(self) -> None:
+        if not self.state.accumulating:
+            self._end_of_backward()
 
     def _end_of_backward(self) -> None:
         with self.ranges.finish():
@@ -450,6 +467,14 @@ class SparseReducer(GradientPart):
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         after = begin_only(self._state)
         return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
+
+    def means(self) -> set[nn.Parameter]:
+        """Parameters whose gradient is a mean over ranks already."""
+        return {p for p, mean in zip(self._params, self._mean, strict=True) if mean and p.grad is not None}
+
+    def adopt_means(self, means: set[nn.Parameter]) -> None:
+        """Takes over what an earlier reducer had reduced."""
+        self._mean = [p in means for p in self._params]
 
     @not_compiled
     @torch.no_grad()

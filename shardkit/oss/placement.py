@@ -31,6 +31,7 @@ from ..reduction.norms import Portion
 from ..reduction.unused import PutAside
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.strided_views import strided_view
+from ..torch_seams.tensor_facts import alike
 from ..tracing.ranges import PublishRanges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
@@ -142,14 +143,6 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
-def by_dtype(params: Iterable[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
-    """Groups parameters by dtype, in order."""
-    groups: dict[torch.dtype, list[nn.Parameter]] = {}
-    for p in params:
-        groups.setdefault(p.dtype, []).append(p)
-    return groups
-
-
 def _laid_out_like(param: nn.Parameter, state: State) -> State:
     """Returns state with the parameter's strides: fused optimizers walk memory, whatever order a checkpoint had."""
     fitted = dict(state)
@@ -252,13 +245,12 @@ class OwnedParameters(OfParameters):
         self._sends_changes = sends_changes
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
-        trainable = by_dtype(p for g in groups for p in g["params"] if p.requires_grad)
+        trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad))
         channel = self.group.channel("parameters")
         self.buffers = [
-            FlatParameters(ps, [self._owner[p] for p in ps], channel, self._sends_changes)
-            for ps in trainable.values()
+            FlatParameters(ps, [self._owner[p] for p in ps], channel, self._sends_changes) for ps in trainable
         ]
-        nbytes = sum(p.numel() * p.element_size() for ps in trainable.values() for p in ps)
+        nbytes = sum(p.numel() * p.element_size() for ps in trainable for p in ps)
         self.ranges = PublishRanges("updated parameters", self.group.ranks, gather=nbytes)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -339,32 +331,6 @@ class OnEveryRank(OfParameters):
         return {p: s for p, s in state.items() if not isinstance(p, str) and s} if is_kept else {}
 
 
-def gathered_state(
-    segments: Sequence[FlatSegment], optimizer: Optimizer, group: Group, is_kept: bool
-) -> dict[nn.Parameter, StateDict]:
-    """Returns the state of all parameters, on the CPU where it ``is_kept``, and nothing elsewhere (collective).
-
-    Args:
-        segments: of all parameters, the same ones on all ranks.
-        optimizer: of this rank's segments.
-        is_kept: whether this rank wants it.
-    """
-    slots = [
-        Slot(
-            segment.own, tuple(Span("", p.shape, None, False) for p in segment.params), True, (), group,
-            functools.partial(gathered, segment), segment.owners,
-        )
-        for segment in segments
-    ]  # fmt: skip
-    states = gather_states(slots, [optimizer.state.get(s.own, {}) for s in segments], is_kept)
-    return {
-        p: state
-        for segment, found in zip(segments, states, strict=True)
-        for p, state in zip(segment.params, found, strict=True)
-        if state
-    }
-
-
 @torch.no_grad()
 def gathered(segment: FlatSegment, own: torch.Tensor, is_kept: bool) -> list[torch.Tensor]:
     """Gathers what ranks have, [S], of each parameter, on the CPU where it ``is_kept`` (collective)."""
@@ -397,8 +363,7 @@ class InSegments(Placement):
         known = {p for s in self.segments for p in s.params}
         channel = self.group.channel("parameters")
         for index, group in enumerate(groups):
-            new = by_dtype(p for p in group["params"] if p.requires_grad and p not in known)
-            for params in new.values():
+            for params in alike(p for p in group["params"] if p.requires_grad and p not in known):
                 owners = [self._owner[p] for p in params]
                 segment = self._kind(params, owners, channel, index, self._update_dtype)
                 self.segments.append(segment)
@@ -484,7 +449,18 @@ class InSegments(Placement):
         return owned
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
-        return gathered_state(self.segments, optimizer, self.group, is_kept)
+        slots = []
+        for segment in self.segments:
+            spans = tuple(Span("", p.shape, None, False) for p in segment.params)
+            join = functools.partial(gathered, segment)
+            slots.append(Slot(segment.own, spans, True, (), self.group, join, segment.owners))
+        states = gather_states(slots, [optimizer.state.get(s.own, {}) for s in self.segments], is_kept)
+        return {
+            p: state
+            for segment, found in zip(self.segments, states, strict=True)
+            for p, state in zip(segment.params, found, strict=True)
+            if state
+        }
 
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
         segments = {s.own: s for s in self.segments}
@@ -546,38 +522,30 @@ def placement_for(
         kind: of segments, where there are any.
         sends_changes: of what was updated, only what has changed travels.
     """
-    chosen = _placement_for(optimizer_class, even_shards_only, update_dtype, kind)
-    if not sends_changes:
-        return chosen
-    if chosen is not OwnedParameters:
+    plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
+    name = plain.__name__ if isinstance(plain, type) else plain
+    is_known = is_known_elementwise(plain)
+    if update_dtype is not None and not is_known:
+        raise ConfigurationError(
+            f"parameters are to be updated in {update_dtype}, and {name} is not known to be element-wise; update "
+            "them in their own dtype, or tell shardkit with declare_elementwise if it is. Known are "
+            f"{names_of_elementwise()}"
+        )
+    in_segments = is_known and (even_shards_only or kind.has_parts or update_dtype is not None)
+    couples = isinstance(plain, type) and issubclass(plain, optim.LBFGS)
+    is_owned = not (in_segments or even_shards_only or couples)
+    if sends_changes and not is_owned:
         raise ConfigurationError(
             "sends_changes=True is for optimizers that update whole parameters on their owners, and this one's "
             "results travel otherwise on this backend; leave it out"
         )
-    return functools.partial(OwnedParameters, sends_changes=True)
-
-
-def _placement_for(
-    optimizer_class: object, even_shards_only: bool, update_dtype: torch.dtype | None, kind: type[FlatSegment]
-) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
-    plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
-    if update_dtype is not None:
-        if not is_known_elementwise(plain):
-            name = plain.__name__ if isinstance(plain, type) else plain
-            raise ConfigurationError(
-                f"parameters are to be updated in {update_dtype}, and {name} is not known to be element-wise; update "
-                "them in their own dtype, or tell shardkit with declare_elementwise if it is. Known are "
-                f"{names_of_elementwise()}"
-            )
+    if in_segments:
         return functools.partial(InSegments, update_dtype=update_dtype, kind=kind)
-    if isinstance(plain, type) and issubclass(plain, optim.LBFGS):
-        return OnEveryRank
-    if (even_shards_only or kind.has_parts) and is_known_elementwise(plain):
-        return InSegments if kind is FlatSegment else functools.partial(InSegments, kind=kind)
-    if not even_shards_only:
-        return OwnedParameters
-    logger.warning(
-        "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
-        plain.__name__ if isinstance(plain, type) else plain,
-    )
+    if is_owned:
+        return functools.partial(OwnedParameters, sends_changes=sends_changes)
+    if not couples:
+        logger.warning(
+            "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",
+            name,
+        )
     return OnEveryRank

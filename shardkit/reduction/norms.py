@@ -11,6 +11,7 @@ import torch
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
 from ..torch_seams.dtensors import local_of
+from ..torch_seams.tensor_facts import alike
 from ..tracing import ranges
 from ..tracing.ranges import CLIP
 from .ordered import exact_norm
@@ -149,11 +150,8 @@ def clip_by_global_norm(
     # no branch on the value: it would wait for the device
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     tensors = [g._values() if g.is_sparse else g for g in clipped]
-    by_device_and_dtype: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for g in tensors:
-        by_device_and_dtype.setdefault((g.device, g.dtype), []).append(g)
-    for (where, _), same in by_device_and_dtype.items():
-        torch._foreach_mul_(same, coefficient.to(where))
+    for same in alike(tensors):
+        torch._foreach_mul_(same, coefficient.to(same[0].device))
     return total
 
 

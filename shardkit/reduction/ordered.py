@@ -26,7 +26,7 @@ from torch import nn
 from ..backend import Group, ReduceOp, Work
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
-from ..torch_seams.tensor_facts import as_plain
+from ..torch_seams.tensor_facts import alike, as_plain
 
 _BITS, _HALF, _CHUNK = 36, 26, 2**16
 
@@ -240,17 +240,13 @@ def _largest(rows: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def _joined(rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Puts small tensors together; order and cuts don't matter."""
-    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    small = []
     for row in rows:
         if row.numel() >= _CHUNK:
             yield row
-            continue
-        together = small.setdefault((row.dtype, row.device), [])
-        together.append(row)
-        if sum(r.numel() for r in together) >= _CHUNK:
-            yield torch.cat(together)
-            together.clear()
-    yield from (torch.cat(together) for together in small.values() if together)
+        else:
+            small.append(row)
+    yield from (torch.cat(together) for together in alike(small, _CHUNK))
 
 
 def _sums(row: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

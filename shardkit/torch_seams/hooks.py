@@ -25,8 +25,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+<<<<<<< HEAD
 from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any
+=======
+from types import CodeType, FrameType, FunctionType
+from typing import Any, Protocol
+>>>>>>> main
 
 import torch
 from torch import nn
@@ -64,6 +69,16 @@ def after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+class BackwardWatcher(Protocol):
+    """Looks at gradients between the backwards of a step."""
+
+    def begin(self) -> None:
+        """A backward has begun, of which nothing has come yet."""
+
+    def end(self) -> None:
+        """Its gradients are where the optimizer will find them, or kept for a reduction."""
+
+
 class BackwardState:
     """Knows what hooks ask at every gradient.
 
@@ -76,11 +91,12 @@ class BackwardState:
         unreduced: local gradients wait for a reduction.
         asked: gradients are handed out, and ``.grad`` stays what it is.
         is_due: a forward has ended whose backward has not begun.
-        count: how many backwards have begun; of ShardedDDP those outside of ``no_sync``.
+        count: how many backwards have begun; of ShardedDDP those outside of ``no_sync``, or that are watched.
         raised: the error of the last forward, if it raised one; else "".
         before: those that this backward has come to before.
         began: when the first forward did that this backward may go through, among those of all modules.
         ended: when the last one did.
+        watcher: is told where each begins and has ended.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -92,6 +108,7 @@ class BackwardState:
         self.unreduced = self.asked = False
         self.is_due = False
         self.raised = ""
+        self.watcher: BackwardWatcher | None = None
         self._on_end = on_end
         observe(self)
 
@@ -109,6 +126,8 @@ class BackwardState:
                 "compiled autograd of a sharded module is not possible: gradients are reduced while backward runs. Use "
                 "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
             )
+        if self.watcher is not None:
+            self.watcher.begin()
         self.task = current_backward()
         self.is_due = False
         self.count += 1
@@ -142,7 +161,7 @@ class BackwardState:
     @not_compiled
     def on_output(self, _: torch.Tensor) -> None:
         """Hears, as a hook of outputs of forward, that their backward has begun."""
-        if self.task == NO_BACKWARD and not self.accumulating:
+        if self.task == NO_BACKWARD and (not self.accumulating or self.watcher is not None):
             self.begin()
 
     @not_compiled
@@ -150,6 +169,8 @@ class BackwardState:
         _reached.pop(self.task, None)
         self.task, self.before = NO_BACKWARD, ()
         self._on_end()
+        if self.watcher is not None:
+            after_backward(self.watcher.end)
 
 
 class _Kept(OrderedDict[int, AnyCallable]):

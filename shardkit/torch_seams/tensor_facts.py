@@ -6,8 +6,9 @@ Facts are what a tensor answers without its values. Names are those under which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import SupportsIndex
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import SupportsIndex, TypeVar
 
 import torch
 
@@ -43,6 +44,20 @@ ALIKE = _names(
     "new_zeros, new_ones, new_full, new_tensor, new_empty_strided"
 )
 _ACCESSORS = {"__get__": "get", "__set__": "set", "__delete__": "delete"}
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def alike(tensors: Iterable[T], numel: float = math.inf) -> Iterator[list[T]]:
+    """Yields tensors of one dtype and device together, in order; as soon as they have so many elements."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for t in tensors:
+        same = kinds.setdefault((t.dtype, t.device), [])
+        same.append(t)
+        if numel < math.inf and sum(s.numel() for s in same) >= numel:
+            yield kinds.pop((t.dtype, t.device))
+    yield from kinds.values()
 
 
 def name_of(func: AnyCallable) -> str:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..torch_seams.dtensors import group_of
+from ..torch_seams.tensor_facts import alike
 from ..tracing.ranges import CLIP
 from ..types import ProcessGroup, StateDict, Tree
 
@@ -374,10 +375,8 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Multiplies in place by ``inv_scale`` [], and sets ``found_inf`` [] to 1 if anything is inf or nan."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for g in gradients:
-        alike.setdefault((g.device, g.dtype), []).append(_values(g))
-    for (device, _), values in alike.items():
+    for values in alike(map(_values, gradients)):
+        device = values[0].device
         here = device == found_inf.device
         found = found_inf if here else torch.zeros_like(found_inf, device=device)
         inv = inv_scale.to(device)

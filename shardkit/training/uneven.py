@@ -6,6 +6,15 @@ has run none yet runs the first one with another rank's inputs. So that it knows
 before a forward that it does, and after its last one that it does not: one exchange a micro-batch on the control
 channel, for which a rank that computes does not wait.
 
+[Note: turns] Ranks may be about to do different things: to train, to evaluate, to call another model. What comes first
+is done first: training before evaluating, and the model of an outer block before that of an inner one. Who says
+something else waits for the sum of what ranks say, follows what comes before, and says it again. So the first model's
+training waits for nobody.
+
+[Note: errors inside] A rank whose program raises while no other one waits for it in the middle of a micro-batch says so
+when it would have been through, and all ranks leave the block together, each with an error. Else it gives up, and those
+that wait for it are out of step.
+
 [Note: once] With ``once`` everything is gathered as the block begins, and reduced as it ends. In between ranks do not
 meet, so that each may do what it likes, and the slowest one is waited for once a step, not at each layer of each round.
 
@@ -24,16 +33,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..backend import Work
+from ..backend import Group, Work
 from ..checks import all_gather_facts
-from ..errors import ConfigurationError, LifecycleError, RankMismatchError
+from ..errors import ConfigurationError, LifecycleError, OutOfStepError, RankLostError, RankMismatchError
 from ..fsdp.construct import wake
 from ..fsdp.engine import Engine
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
+from ..fsdp.unit import refuse_steps
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import refuse_local
+from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Args, Kwargs, Tree
@@ -51,6 +62,7 @@ class _FSDPFollower:
 
     def __init__(self, state: ShardingState) -> None:
         wake(state)
+        self._state = state
         self._options, self._door = state.options, state.door
         self._engine: Engine = state.engine or become_root(state)
         if not state.is_root:
@@ -86,11 +98,26 @@ class _FSDPFollower:
         """Whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
-    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
-        """Takes part in a micro-batch of the others (collective); in their forward by ``forward``, if it is given."""
-        before = self._engine.set_accumulating([accumulating] * len(self._engine.units))
-        self._engine.follow(forward)
+    def follow(self, local: bool | None, forward: Callable[[], object] | None) -> None:
+        """Takes part in a call of the others (collective); in their forward by ``forward``, if it is given.
+
+        Args:
+            local: its gradients are kept, as inside of ``no_sync``; None: it has no backward.
+        """
+        before = self._engine.set_accumulating([bool(local)] * len(self._engine.units))
+        self._engine.follow(forward, evaluates=local is None)
         self._engine.set_accumulating(before)
+
+    def meets_to_evaluate(self) -> bool:
+        """Whether others are needed to evaluate."""
+        return self._state.summoned is None
+
+    def adopt_means(self, params: set[nn.Parameter]) -> None:
+        """Notes whose gradients, that came from elsewhere, are means over ranks already."""
+
+    def leave_step(self) -> None:
+        """Forgets what this rank has of a step; nothing of it is in flight."""
+        self._engine.leave_step()
 
     def reduce(self) -> None:
         """Reduces what ``no_sync`` kept, on all ranks (collective)."""
@@ -136,8 +163,8 @@ class _ShardedDDPFollower:
     def has_local_gradients(self) -> bool:
         return self.state.unreduced
 
-    def follow(self, accumulating: bool, forward: Callable[[], object] | None) -> None:
-        before, self.state.accumulating = self.state.accumulating, accumulating
+    def follow(self, local: bool | None, forward: Callable[[], object] | None) -> None:
+        before, self.state.accumulating = self.state.accumulating, bool(local)
         trains, self._model.training = self._model.training, True  # as those who compute
         with torch.enable_grad():
             self._model._entered()
@@ -147,12 +174,64 @@ class _ShardedDDPFollower:
         nothing.backward()
         self.state.accumulating = before
 
+    def meets_to_evaluate(self) -> bool:
+        return False
+
+    def adopt_means(self, params: set[nn.Parameter]) -> None:
+        self._exchange.adopt_means(params)
+
+    def leave_step(self) -> None:
+        self._exchange.leave_step()
+
     def reduce(self) -> None:
-        self.state.unreduced = True
+        # also on a rank that has run nothing
+        self.state.unreduced = self._model._buffers_sync.changed = True
         self._exchange.reduce_now()
 
     def scaled(self, total: float) -> list[tuple[nn.Parameter, float]]:
         return [(p, self.groups[0].world_size / total) for p in self._model.parameters()]
+
+
+class _Gradients:
+    """Keeps a step's gradients apart from those from before, and sees that nobody else touches them.
+
+    Attributes:
+        before: gradients from before; what removed them by then has cleared them.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.before: dict[nn.Parameter, torch.Tensor] = {}
+        self._params = params
+        self._standing: list[StandingGradient] = []
+
+    def begin(self) -> None:
+        """A backward begins, or what was kept is about to be reduced.
+
+        Raises:
+            LifecycleError: gradients were changed since the last backward.
+        """
+        if not self._standing:
+            self._standing = [StandingGradient() for _ in self._params]
+            for p in self._params:
+                if p.grad is not None:
+                    self.before[p], p.grad = p.grad, None
+        if any(each.was_touched(p) for each, p in zip(self._standing, self._params, strict=True)):
+            raise LifecycleError(
+                "gradients were cleared or changed inside of uneven(), between its micro-batches. Call zero_grad() "
+                "before the block or after the step; unscale, clip and step after the block, where gradients are those "
+                "of all micro-batches"
+            )
+
+    def end(self) -> None:
+        """A backward has ended."""
+        for each, p in zip(self._standing, self._params, strict=True):
+            if p.grad is not None:
+                each.stand(p, p.grad)
+
+    def restore(self) -> None:
+        """Forgets the step's."""
+        for p in self._params if self._standing else ():
+            p.grad = self.before.get(p)
 
 
 _open: ContextVar[tuple[uneven, ...]] = ContextVar("uneven", default=())  # blocks that this rank is inside of
@@ -171,30 +250,37 @@ class uneven:
 
     At the end (collective) gradients are those of one process over all micro-batches of all ranks: the sum of weight
     times gradient, over the sum of weights. Without :meth:`weighted` a micro-batch weighs 1. Losses are not divided by
-    a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before are
-    added to.
+    a number of micro-batches. Where no rank has run any, there are no gradients. Those that were there before the first
+    backward are added to.
 
     With ``ReducePolicy(order="fixed", microbatches=K)`` each step has K, which are added up as they come: round by
     round, in each by rank. Bits are those of one process that runs them in this order.
 
-    The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward. With
-    ``no_sync`` around all backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits
-    for gathers and reductions of the others, and computes nothing. Before its first forward of all, though, it may run
-    one with another rank's inputs. Where ranks run layers that others don't, one that is through can't follow.
+    The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward, or is
+    an evaluation under ``torch.no_grad()``, of which ranks may run any numbers, too. With ``no_sync`` around all
+    backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits for gathers and
+    reductions of the others, and computes nothing. Before its first forward of all, though, it may run one with another
+    rank's inputs. Several models are called inside of several blocks, one in the other, which all ranks open in one
+    order. Where ranks run layers that others don't, one that is through can't follow: that takes ``once``.
 
     With ``once=True`` ranks meet as the block begins, and as it ends: parameters are gathered once, and stay, and
     gradients are reduced once. That costs memory for all parameters and all gradients. In between each rank runs what
     it likes: other layers than others, evaluations, several models inside of several blocks.
+
+    An error that leaves the block is told to all ranks, which raise. Gradients then are those from before, and the next
+    block may begin; after an error in the middle of a micro-batch, without ``once``, ranks are out of step.
 
     Args:
         model: see above.
         once: see above.
 
     Raises:
-        ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program.
+        ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program; a block inside
+            of another one whose ranks are others.
         LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; a second forward inside, before a
-            backward; without ``once`` an evaluation of FSDP, or a block inside of another one; with it a fixed order.
-        LifecycleError: the order is fixed, and other than K micro-batches were run.
+            backward; gradients are changed inside, or stepped on; a block with ``once`` in one without it, or around
+            it; a fixed order with ``once``, or with other than K micro-batches.
+        OutOfStepError: ranks run other layers than others, or call what has no block; without ``once``.
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
@@ -222,92 +308,147 @@ class uneven:
 
     def __enter__(self) -> uneven:
         self._total, self._weight = 0.0, 1.0
-        self._kept_local = self._is_following = False
-        self._before: dict[nn.Parameter, torch.Tensor] = {}
-        self._unused = [flat.unused.originals.copy() for flat in self._by.flats]  # of these
-        self._told: tuple[list[Work], torch.Tensor] | None = None  # on its way
+        self._kept_local = self._is_following = self._is_calling = False
+        self._is_told = False  # all ranks know of an error
+        self._unused = [flat.unused.originals.copy() for flat in self._by.flats]  # of those from before
+        self._told: tuple[list[Work], torch.Tensor] = [], torch.zeros(0)  # on its way
         self._forwards, self._backwards = 0, self._by.state.count
         if self._by.has_local_gradients():
             raise LifecycleError(
                 "gradients of a backward inside of no_sync() wait for a reduction. Run the next backward outside of "
                 "it, or call zero_grad(), before uneven()"
             )
-        blocks = *_open.get(), self
-        if len(blocks) > 1 and not all(block._once for block in blocks):
-            raise LifecycleError(
-                "uneven() inside of another one: a rank that is through with one model could not follow others in "
-                "both. Let one block follow the other, or pass once=True to both"
-            )
+        outer = _open.get()
+        self._check_nesting(outer)
         if self._once:
             self._by.begin_alone()
-        elif self._by.rounds is not None:
+        elif outer:  # all ranks are to come here before anything is said of two
+            self._follow_others()
+        if self._by.rounds is not None:
             self._by.rounds.are_uneven = True
-        _open.set(blocks)
-        for p, _ in self._by.scaled(1.0):
-            if p.grad is not None:
-                self._before[p], p.grad = p.grad, None
-        self._hook = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        params = [p for p, _ in self._by.scaled(1.0)]
+        self._by.state.watcher = self._gradients = _Gradients(params)
+        self._stepped = {id(p) for p in params}
+        refuse_steps.note(self)
+        _open.set((*outer, self))
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(self._end),
+        ]
         return self
+
+    def _check_nesting(self, outer: Sequence[uneven]) -> None:
+        if any(block._once != self._once for block in outer):
+            raise LifecycleError(
+                "uneven() inside of another one, and once=True for one of them alone: ranks of the other block meet at "
+                "each layer. Let one block follow the other, or pass once=True to both or to none"
+            )
+        if any(block._model is self._model for block in outer):
+            raise LifecycleError("uneven() inside of another one of the same model: leave one of them out")
+        sizes = {math.prod(group.world_size for group in block._by.groups) for block in (*outer, self)}
+        if len(sizes) > 1 and not self._once:
+            raise ConfigurationError(
+                "uneven() inside of another one: the models are sharded over different ranks, which could not follow "
+                "each other in both. Let one block follow the other, or pass once=True to both"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._hook.remove()
-        _open.set(tuple(block for block in _open.get() if block is not self))
-        if self._once:
-            self._by.end_alone()
+        for hook in self._hooks:
+            hook.remove()
         try:
-            self._leave(error)
+            if self._once:
+                self._by.end_alone()
+            if error is None:
+                self._finish()
+            elif not self._is_told and self._can_tell(error):
+                self._by.leave_step()
+                self._follow_others(error)
+        except BaseException as found:
+            self._fail(found)
+            raise
+        else:
+            if error is not None:
+                self._fail(error)
         finally:
+            _open.set(tuple(block for block in _open.get() if block is not self))
+            self._by.state.watcher = None
             if self._by.rounds is not None:
                 self._by.rounds.are_uneven = False
 
-    def _leave(self, error: BaseException | None) -> None:
-        if error is not None:
-            for group in self._by.groups:
-                group.abort(f"it left uneven() by {type(error).__name__}: {error}")
-            return
-        self._check_backward()
-        self._is_following = True
-        while True:
-            forward = None if self._by.all_have_order or self._once else self._learn(None)
-            busy, local, total, kept = self._tell([0, 0, self._total, self._kept_local]).tolist()
-            if not busy:
-                break
-            if 0 < local < busy:
-                raise RankMismatchError(
-                    f"uneven(): {local:g} of {busy:g} ranks run a micro-batch inside of no_sync(); run all of them "
-                    "there, or none"
-                )
-            self._by.follow(bool(local), forward)
-            self._by.note_order()
-        if kept:
-            self._by.reduce()
-        self._finish(total)
+    def _can_tell(self, error: BaseException) -> bool:
+        """Whether nobody waits for this rank but to hear what it does next."""
+        if not isinstance(error, Exception) or isinstance(error, OutOfStepError | RankLostError):
+            return False
+        return self._once or all(
+            not block._is_calling
+            and block._by.state.task == NO_BACKWARD
+            and block._by.state.count - block._backwards == block._forwards
+            for block in _open.get()
+        )
 
+    def _fail(self, error: BaseException) -> None:
+        """Leaves nothing of the step on this rank, and tells others that have not heard of it."""
+        self._by.leave_step()
+        self._gradients.restore()
+        for flat, were_unused in zip(self._by.flats, self._unused, strict=True):
+            flat.unused.originals[:] = were_unused
+        self._by.adopt_means(set(self._gradients.before))
+        if self._is_told:
+            return
+        for group in self._by.groups:
+            group.abort(f"it left uneven() by {type(error).__name__}: {error}")
+        if isinstance(error, OutOfStepError) and self is _open.get()[0] and not self._once:
+            raise OutOfStepError(
+                f"{error} Inside of uneven() ranks meet at each layer of each call: run the same layers on all of "
+                "them, call the models themselves, none of their methods and parts, and open a block for each model. "
+                "Ranks may do what they like inside of uneven(model, once=True)"
+            ) from error
+
+    # ------------------------------------------------------------ steps, which come after the block
+    def are_waiting(self) -> bool:
+        """Whether this rank is inside."""
+        return self in _open.get()
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raises LifecycleError if a parameter's id is among these."""
+        if self.are_waiting() and not self._stepped.isdisjoint(stepped):
+            raise LifecycleError(
+                "step() inside of uneven(): gradients are those of all ranks' micro-batches when the block ends, and a "
+                "rank that is through would not step. Call step() after the block; for several steps open a block for "
+                "each"
+            )
+
+    # ------------------------------------------------------------ what this rank calls
     @not_compiled
     def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         """A forward begins: other ranks are told."""
         if self._is_following or current_backward() != NO_BACKWARD:  # computed anew
             return
-        if not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training):
-            if self._once or isinstance(model, ShardedDDP):  # which meets nobody
-                return
-            raise LifecycleError(
-                "an evaluation inside of uneven(): ranks that are through could not follow. Evaluate outside of it, "
-                "on all ranks, or on gathered weights (summon_full_params), or pass once=True"
-            )
-        self._check_backward()
-        if not self._by.all_have_order and not self._once:
-            self._learn((args, kwargs))
-            self._by.note_order()
+        evaluates = not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training)
+        if evaluates and (self._once or not self._by.meets_to_evaluate()):
+            return
+        nest = self._nest()
+        for block in nest:
+            block._check_backward()
+        if not self._once:
+            mine = nest.index(self) + 2 * len(nest) * evaluates
+            with torch.inference_mode(False):  # for what is received, and followed
+                while self._meet(mine, (args, kwargs)) != mine:
+                    pass
+            self._is_calling = True
+        if evaluates:
+            return
+        self._by.note_order()
         self._weight = 1.0
         self._total += 1.0
-        local = self._by.state.accumulating
-        self._forwards += not (local and isinstance(model, ShardedDDP))  # which does not count such backwards
-        self._kept_local = self._kept_local or local
-        if not self._once:
-            self._tell([1, local, 0, 0])
+        self._forwards += 1
+        self._kept_local = self._kept_local or self._by.state.accumulating
+
+    @not_compiled
+    def _end(self, model: nn.Module, args: Args, outputs: Tree) -> None:
+        self._is_calling = False
 
     def _check_backward(self) -> None:
         backwards = self._by.state.count - self._backwards
@@ -315,70 +456,106 @@ class uneven:
             raise LifecycleError(
                 f"there were {self._forwards} calls of the model and {backwards} backwards inside of uneven(): ranks "
                 "that are through take part in one backward for each. Call the model itself, none of its methods and "
-                "parts, and run one backward after each call (of a loss times 0, to leave a micro-batch out)"
+                "parts, and run one backward after each call (of a loss times 0, to leave a micro-batch out) before "
+                "anything else is called; evaluate under torch.no_grad()"
             )
 
-    def _learn(self, inputs: tuple[Args, Kwargs] | None) -> Callable[[], object] | None:
-        """Where a rank that is through has never run a forward, it gets another one's inputs (collective)."""
-        shards, *replicas = [group.channel("control") for group in self._by.groups]
-        said = (inputs is not None, self._by.has_order)
-        rows: list[Tree] = [all_gather_facts(shards, said, label="uneven(): who goes on")]
-        for group in replicas:
-            rows = all_gather_facts(group, rows[0], label="uneven(): who goes on")
-        busy = [
-            (row, rank)
-            for row, facts in enumerate(rows)
-            for rank, (goes_on, _) in enumerate(facts)
-            if goes_on
-        ]
-        if not busy or all(goes_on or knows for facts in rows for goes_on, knows in facts):
-            return None
-        sent: Tree = (
-            None if inputs is None else tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), inputs)
-        )
-        device = self._by.groups[0].backend.device()
-        autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        (row, rank), label = busy[0], "uneven(): inputs for a first forward"
-        for group in replicas if shards.rank == rank else ():
-            sent, autocast = group.broadcast_object((sent, autocast), row, label=label)
-        (args, kwargs), autocast = shards.broadcast_object((sent, autocast), rank, label=label)
-        if inputs is not None or self._by.has_order:
-            return None
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    # ------------------------------------------------------------ what other ranks call
+    def _nest(self) -> Sequence[uneven]:
+        """Lists the blocks whose models ranks tell each other of."""
+        return (self,) if self._once else _open.get()
 
-        def forward() -> None:
-            buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-            enabled, dtype = autocast
-            with (
-                torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]),
-                torch.autocast(device.type, dtype, enabled),
-            ):
-                self._model(*args, **kwargs)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    def _follow_others(self, error: BaseException | None = None) -> tuple[float, bool]:
+        """Follows until all ranks are here (collective); returns the sum of weights, and whether any kept gradients.
 
-        return forward
+        Args:
+            error: by which this rank has come here.
 
-    def _tell(self, values: Sequence[float]) -> torch.Tensor:
-        """Adds up what ranks say (collective); waits for the sum where this rank is through."""
-        if self._told is not None:
-            for work in self._told[0]:
-                work.wait()
+        Raises:
+            OutOfStepError: another rank has come by an error.
+        """
+        nest = self._nest()
+        for block in nest if error is None else ():
+            block._check_backward()
+        while self._meet(None, has_failed=error is not None) is not None:
+            pass
+        *_, total, kept, failed = nest[0]._told[1].tolist()
+        if failed:
+            for block in _open.get():
+                block._is_told = True
+            groups = nest[0]._by.groups
+            own = groups[0].ranks[groups[0].rank], error and f"{type(error).__name__}: {error}"
+            for rank, why in _from_all(groups, own, "uneven(): who has failed"):
+                if why is not None and error is None:
+                    raise OutOfStepError(
+                        f"rank {rank} gave up: it left uneven() by {why}. Nothing of the block is left on any rank"
+                    )
+        return total, bool(kept)
+
+    def _meet(
+        self, mine: int | None, inputs: tuple[Args, Kwargs] | None = None, has_failed: bool = False
+    ) -> int | None:
+        """Tells what this rank is about to do, and follows what others do before that (collective).
+
+        Returns what comes first: the number of a block whose model is trained; of one that evaluates, two for each
+        block more; None if all are through.
+        """
+        nest = self._nest()
+        n = len(nest)
+        knows = self._once or all(block._by.all_have_order for block in nest)
+        forward = None if knows else _learn(nest, mine, inputs)
+        said = [0.0] * (3 * n + 3)
+        if mine is None:
+            said[3 * n :] = [self._total, self._kept_local, has_failed]
+        else:
+            said[mine] = 1.0
+            if mine < n:
+                said[mine + n] = self._by.state.accumulating
+        told = nest[0]._tell(said, waits=mine != 0)
+        if mine == 0:
+            return mine
+        sums = told.tolist()
+        first = next((k for k in (*range(n), *range(2 * n, 3 * n)) if sums[k]), None)
+        if first is not None and first != mine:
+            nest[first % n]._follow(sums[first], sums[first + n] if first < n else None, forward)
+        return first
+
+    def _follow(self, busy: float, local: float | None, forward: Callable[[], object] | None) -> None:
+        """Follows those who train this model, so many of them inside of ``no_sync``; None: who evaluate it."""
+        if local and local < busy:
+            raise RankMismatchError(
+                f"uneven(): {local:g} of {busy:g} ranks run a micro-batch inside of no_sync(); run all of them "
+                "there, or none"
+            )
+        self._is_following = True
+        self._by.follow(None if local is None else bool(local), forward)
+        self._is_following = False
+        if local is not None:
+            self._by.note_order()
+            self._backwards = self._by.state.count - self._forwards
+
+    def _tell(self, values: Sequence[float], waits: bool) -> torch.Tensor:
+        """Adds up what ranks say (collective)."""
+        for work in self._told[0]:
+            work.wait()
         groups = self._by.groups
         said = torch.tensor(values, dtype=torch.float64).to(groups[0].backend.device())
         works = []
         for number, group in enumerate(groups):
             work = group.channel("control").all_reduce(said, async_op=True, label="uneven(): who goes on")
-            if self._is_following or number < len(groups) - 1:
+            if waits or number < len(groups) - 1:
                 work.wait()
             works.append(work)
         self._told = works, said
         return said
 
     @torch.no_grad()
-    def _finish(self, total: float) -> None:
-        rounds = self._by.rounds
+    def _finish(self) -> None:
+        total, kept = self._follow_others()
+        self._gradients.begin()
+        if kept:
+            self._by.reduce()
+        rounds, before = self._by.rounds, self._gradients.before
         if rounds is None:
             for p, factor in self._by.scaled(total) if total else ():
                 if p.grad is not None:
@@ -393,9 +570,59 @@ class uneven:
             unused = flat.unused.originals
             for listing in flat.listings:
                 for k in range(listing.first, listing.first + len(listing.originals)):
-                    unused[k] = unused[k] and (were_unused[k] or listing.param not in self._before)
-        for p, before in self._before.items():
-            p.grad = before if p.grad is None else p.grad.add_(before)
+                    unused[k] = unused[k] and (were_unused[k] or listing.param not in before)
+        for p, earlier in before.items():
+            p.grad = earlier if p.grad is None else p.grad.add_(earlier)
+        self._by.adopt_means(set(before))
+
+
+def _from_all(groups: Sequence[Group], own: Tree, label: str) -> list[Tree]:
+    """Returns what each rank says, those of each group of shards together (collective)."""
+    said: list[Tree] = [own]
+    for group in groups:
+        said = [
+            fact for facts in all_gather_facts(group.channel("control"), said, label=label) for fact in facts
+        ]
+    return said
+
+
+def _learn(
+    nest: Sequence[uneven], mine: int | None, inputs: tuple[Args, Kwargs] | None
+) -> Callable[[], object] | None:
+    """Where a rank that follows has never trained the model, it gets another one's inputs (collective)."""
+    groups = nest[0]._by.groups
+    own: tuple[int | None, list[bool]] = (mine, [block._by.has_order for block in nest])
+    said = _from_all(groups, own, "uneven(): who goes on")
+    first = min((does for does, _ in said if does is not None), default=None)
+    if first is None or all(does == first or has_order[first % len(nest)] for does, has_order in said):
+        return None
+    shards, *replicas = [group.channel("control") for group in groups]
+    row, rank = divmod(next(k for k, (does, _) in enumerate(said) if does == first), shards.world_size)
+    busy, model = mine == first, nest[first % len(nest)]._model
+    sent: Tree = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), inputs) if busy else None
+    device = groups[0].backend.device()
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    label = "uneven(): inputs for a first forward"
+    for group in replicas if shards.rank == rank else ():
+        sent, autocast = group.broadcast_object((sent, autocast), row, label=label)
+    (args, kwargs), autocast = shards.broadcast_object((sent, autocast), rank, label=label)
+    if busy or own[1][first % len(nest)]:
+        return None
+    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+
+    def forward() -> None:
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        enabled, dtype = autocast
+        with (
+            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]),
+            torch.autocast(device.type, dtype, enabled),
+        ):
+            model(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    return forward
 
 
 def _follower_for(model: nn.Module) -> _FSDPFollower | _ShardedDDPFollower:

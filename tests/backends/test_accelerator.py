@@ -15,7 +15,7 @@ import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.cuda import CudaBackend
 from shardkit.errors import ConfigurationError
-from shardkit.nn.data_parallel.fully_sharded_data_parallel import _compute_device
+from shardkit.nn.data_parallel.fully_sharded_data_parallel import device_for
 
 
 class _Machine:
@@ -102,10 +102,10 @@ def test_offloaded_modules_are_computed_on_the_device_of_the_job(monkeypatch: py
     module, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
     for serves, expected in (("cuda:nccl", torch.device("cuda", 3)), ("cpu:gloo", None)):
         monkeypatch.setattr(dist, "get_backend_config", lambda serves=serves: serves)
-        assert _compute_device(module, None, True) == expected
-        assert _compute_device(module, None, False) is None
-        assert _compute_device(meta, None, True) is None
-        assert _compute_device(module, torch.device("cpu"), True) == torch.device("cpu")
+        assert device_for(module.parameters(), None, True) == expected
+        assert device_for(module.parameters(), None, False) is None
+        assert device_for(meta.parameters(), None, True) is None
+        assert device_for(module.parameters(), torch.device("cpu"), True) == torch.device("cpu")
 
 
 def test_hybrid_groups_are_of_the_device_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardkit
 from shardkit import ConfigurationError, LifecycleError, ShardedDDP, fully_shard, hybrid_groups, sharding_of
-from shardkit.errors import RankFailedError
+from shardkit.errors import OutOfStepError, RankFailedError
 from shardkit.torch_fsdp2 import fully_shard as torch_words
 from tests.beside import assert_same
 from tests.border.strategies import heard
@@ -71,6 +73,12 @@ def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
+def _evaluate(model: nn.Module, plain: nn.Module, times: int) -> None:
+    for k in range(times):
+        with torch.inference_mode() if k else torch.no_grad():
+            torch.testing.assert_close(_loss(model, k), _loss(plain, k), rtol=1e-12, atol=1e-12)
+
+
 def _train(rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool) -> list[str]:
     with heard(logging.WARNING) as lines:
         _compare(rank, way, counts, meeting, weighted)
@@ -81,13 +89,16 @@ def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighte
     plain = Net()
     truth = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
     model, optimizer = _sharded(way)
+    evaluations = random.Random(rank)  # whose numbers differ, too
     for step, per_rank in enumerate(counts):
         with shardkit.uneven(model, once=meeting == "once") as work:
             inside: Any = sharding_of(model).no_sync() if way != "ShardedDDP" else model.no_sync()
             with inside if meeting == "no_sync" else contextlib.nullcontext():
                 for k in range(per_rank[rank]):
+                    _evaluate(model, plain, evaluations.choice((0, 0, 1, 2)))
                     loss = _loss(model, 1000 * step + 10 * k + rank)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
+                _evaluate(model, plain, evaluations.choice((0, 1)))
         total = sum(1 + k if weighted else 1 for n in per_rank for k in range(n))
         for r, n in enumerate(per_rank):
             for k in range(n):
@@ -205,8 +216,6 @@ def test_what_is_refused(rank: int) -> None:
         with pytest.raises(LifecycleError, match=f"{calls} calls of .* 2 backwards"), shardkit.uneven(model):
             _two_backwards(model if calls else model.forward)
     model, _ = _sharded("fully_shard")
-    with pytest.raises(LifecycleError, match="evaluation inside"), shardkit.uneven(model), torch.no_grad():
-        _loss(model, 0)
     with pytest.raises(ConfigurationError, match="sharded as a whole"):
         shardkit.uneven(Net())
     _loss(model, 0).backward()
@@ -221,6 +230,82 @@ def test_what_is_refused(rank: int) -> None:
     torch.testing.assert_close(found, [2 * g for g in expected])
 
 
+@on_ranks(3)
+def test_actor_and_critic_take_turns(rank: int) -> None:
+    """Two models and a frozen reference in blocks inside of each other; ranks call them in other orders."""
+    plain, models, optimizers = [Net(), Net(), Net()], [], []
+    for way in ("FSDP", "ShardedDDP", "fully_shard"):
+        model, optimizer = _sharded(way)
+        models.append(model)
+        optimizers.append(optimizer)
+    truths = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in plain[:2]]
+    for step, per_rank in enumerate([[0, 1, 2], [3, 1, 0], [0, 0, 0], [1, 1, 1], [0, 2, 0]]):
+        seeds = [1000 * step + 10 * k + rank for k in range(per_rank[rank])]
+        with shardkit.uneven(models[0]) as first:
+            if rank == 1:
+                _evaluate(models[0], plain[0], 1)
+            with shardkit.uneven(models[1]) as second, shardkit.uneven(models[2]):
+                blocks = list(zip((first, second), models[:2], strict=True))
+                pairs = [(work, model, seed) for seed in seeds for work, model in blocks]
+                for work, model, seed in pairs if rank < 2 else pairs[::-1]:
+                    _evaluate(models[2], plain[2], 2)
+                    work.weighted(_loss(model, seed), 1 + seed % 3).backward()
+                _evaluate(models[1], plain[1], rank)
+            if seeds:  # one more for the outer model
+                _loss(models[0], seeds[0]).backward()
+        every = [1000 * step + 10 * k + r for r, n in enumerate(per_rank) for k in range(n)]
+        weights = [(seed, 1 + seed % 3) for seed in every]
+        more = [(1000 * step + r, 1) for r, n in enumerate(per_rank) if n]
+        for model, mine in ((plain[0], [*weights, *more]), (plain[1], weights)):
+            for seed, weight in mine:
+                (weight / sum(w for _, w in mine) * _loss(model, seed)).backward()
+        for each in (*optimizers[:2], *truths):
+            each.step()
+            each.zero_grad()
+    for model, truth in zip(models, plain, strict=True):
+        assert_same(model, truth, rtol=1e-12, atol=1e-12)
+
+
+def _in_a_block(model: nn.Module, once: bool, between: Callable[[], object], late: bool = False) -> None:
+    """Runs two micro-batches; the call comes after the first backward, or after the second forward."""
+    with shardkit.uneven(model, once=once):
+        _loss(model, 2).backward()
+        loss = _loss(model, 3) if late else None
+        between()
+        (_loss(model, 3) if loss is None else loss).backward()
+
+
+@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "ShardedDDP"])
+@on_ranks(2)
+def test_gradients_are_left_alone_inside(rank: int, way: str) -> None:
+    """What was cleared before the first backward is; later that is an error, and those from before are back."""
+    plain = Net()
+    _loss(plain, 1).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    for once, to_none in itertools.product((False, True), (False, True)):
+        model, optimizer = _sharded(way)
+        clear = functools.partial(optimizer.zero_grad, set_to_none=to_none)
+        for is_first in (True, False):
+            with shardkit.uneven(model, once=once):
+                clear() if not is_first else None
+                if rank:
+                    _loss(model, 1).backward()
+        with shardkit.uneven(model, once=once):
+            if rank:
+                _loss(model, 1).backward()
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for late in (False, True):
+            with pytest.raises(LifecycleError, match="cleared or changed inside of uneven"):
+                _in_a_block(model, once, clear, late)
+            with pytest.raises(LifecycleError, match=r"step\(\) inside of uneven"):
+                _in_a_block(model, once, optimizer.step, late)
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(found, before, rtol=0.0, atol=0.0)
+        _loss(model, 1).backward()  # adds to these, as after any step
+        clip: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
+        assert float(clip(1e9)) == pytest.approx(3 * expected, rel=1e-12)
+
+
 @on_ranks(2)
 def test_what_is_refused_inside(rank: int) -> None:
     model, _ = _sharded("FSDP")
@@ -228,6 +313,11 @@ def test_what_is_refused_inside(rank: int) -> None:
     for once in (False, True):
         with shardkit.uneven(model, once=once), pytest.raises(LifecycleError, match="inside of another"):
             shardkit.uneven(other, once=not once).__enter__()
+    with shardkit.uneven(model), pytest.raises(LifecycleError, match="of the same model"):
+        shardkit.uneven(model).__enter__()
+    with pytest.raises(LifecycleError, match=r"1 calls of .* 0 backwards"), shardkit.uneven(model):
+        with shardkit.uneven(other):
+            _loss(model, 0) + _loss(other, 0)
     in_order = fully_shard(Net(), reduce=shardkit.ReducePolicy(order="fixed"))
     with pytest.raises(LifecycleError, match=r'once=True\) with order="fixed"'):
         shardkit.uneven(in_order, once=True).__enter__()
@@ -272,11 +362,12 @@ def test_steps_in_parts(rank: int, way: str) -> None:
         fully_shard(found.silent)
         model = by_root(found) if way == "FSDP" else fully_shard(found)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    truth, work = torch.optim.Adam(plain.parameters(), lr=1e-2), shardkit.uneven(model)
+    truth = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    works = [shardkit.uneven(model), shardkit.uneven(model, once=True)]
     for step, per_rank in enumerate([[0, 2], [2, 1], [0, 0], [1, 0], [0, 1], [1, 1]]):
         plain.which = found.which = step % 2
         model.eval() if way == "ShardedDDP" else None
-        with work:
+        with works[step in (3, 4)]:
             for k in range(per_rank[rank]):
                 model.train()
                 _loss(model, 1000 * step + 10 * k + rank).backward()
@@ -310,10 +401,10 @@ def test_ranks_that_meet_once_do_what_they_like(rank: int) -> None:
         with shardkit.uneven(found, once=True), shardkit.uneven(other, once=True) as work:
             for k in range(per_rank[rank]):
                 found.which, seed = (rank + k) % 2, 1000 * step + 10 * k + rank
-                _loss(found, seed).backward()
+                loss = _loss(found, seed)
                 with torch.no_grad():
                     _loss(other, seed)
-                work.weighted(_loss(other, seed), 1 + k).backward()
+                (loss + work.weighted(_loss(other, seed), 1 + k)).backward()  # through both
         every = [(r, k) for r, n in enumerate(per_rank) for k in range(n)]
         for r, k in every:
             plain.which, seed = (r + k) % 2, 1000 * step + 10 * k + r
@@ -352,19 +443,75 @@ def test_a_first_forward_for_others_runs_under_their_autocast(rank: int) -> None
     assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
 
 
-def _raises(rank: int, after: int, once: bool) -> None:
-    model, _ = _sharded("FSDP")
-    with shardkit.uneven(model, once=once):
-        for k in range(2 if rank else 0):
-            _loss(model, k).backward()
-            if k == after:
+def _fails(model: nn.Module, outer: nn.Module, rank: int, once: bool, where: str) -> None:
+    """Rank 1 has a bad batch, the second of three, in a block inside of another one."""
+    with shardkit.uneven(outer, once=once), shardkit.uneven(model, once=once):
+        _loss(outer, 1).backward()
+        for k in range(3):
+            if rank == k == 1 and where == "between":
                 raise ValueError("a bad batch")
+            loss = model(None) if rank == k == 1 and where == "forward" else _loss(model, k)
+            if rank == k == 1:
+                loss.register_hook(lambda _: int("bad")) if where == "backward" else int("a loss")
+            loss.backward()
 
 
-@pytest.mark.parametrize(("after", "once"), [(0, False), (1, False), (0, True)])
-def test_an_error_on_one_rank_ends_all(after: int, once: bool) -> None:
-    with pytest.raises(RankFailedError, match="rank 1 failed with ValueError"):
-        run_once(2, "gloo", _raises, after, once)
+@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "ShardedDDP"])
+@on_ranks(2)
+def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way: str) -> None:
+    plain = Net()
+    for seed in (5, 6):
+        _loss(plain, seed).backward()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    for once, where in (
+        (False, "between"),
+        *((True, where) for where in ("between", "forward", "loss", "backward")),
+    ):
+        model, optimizer = _sharded(way)
+        _loss(model, 5).backward()
+        other = fully_shard(Net())
+        with pytest.raises(OutOfStepError if rank == 0 else (ValueError, TypeError)) as raised:
+            _fails(model, other, rank, once, where)
+        if rank == 0:
+            assert "rank 1 gave up: it left uneven() by " in str(raised.value)
+            assert "once=True" not in str(raised.value)
+        assert all(p.grad is None for p in other.parameters())
+        with shardkit.uneven(model, once=once):
+            _loss(model, 6).backward() if rank else None
+        clip: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
+        assert float(clip(1e9)) == pytest.approx(norm, rel=1e-12)
+
+
+def _astray(rank: int, what: str) -> str:
+    """Ranks that meet at each layer do something else: in the middle of a micro-batch, in layers, with models."""
+    found = Branches()
+    for each in (*found.branches, found):
+        fully_shard(each)
+    other = fully_shard(Net())
+    try:
+        with shardkit.uneven(found):
+            for k in range(1 + rank):
+                found.which = rank if what == "layers" else 0
+                if what == "model" and rank == k == 1:
+                    _loss(other, 0)
+                loss = _loss(found, k)
+                if what == "error" and rank:
+                    raise ValueError("a bad batch")
+                loss.backward()
+    except (OutOfStepError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_who_goes_astray_is_out_of_step() -> None:
+    for what in ("layers", "model", "error"):
+        first, second = run_once(2, "simulated", _astray, what)
+        if what == "error":
+            assert "it left uneven() by ValueError: a bad batch" in first
+            assert second == "a bad batch"
+        for said in (first, second) if what != "error" else (first,):
+            assert "Inside of uneven() ranks meet at each layer" in said
+            assert "uneven(model, once=True)" in said
 
 
 def _mixed(rank: int) -> None:

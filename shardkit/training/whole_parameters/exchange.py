@@ -59,7 +59,7 @@ class Bringing(ABC):
     """Brings pieces to whoever updates parameters, and values back.
 
     Attributes:
-        owned: the parameters that this rank updates, in order.
+        owned: the whole parameters that this rank updates, in order.
     """
 
     owned: list[OwnedParameter]
@@ -68,13 +68,13 @@ class Bringing(ABC):
     def start(self, gradients: bool) -> None:
         """Sends values, and gradients if asked for (collective)."""
 
-    @abstractmethod
     def finish(self) -> None:
-        """Gives what this rank owns its values and gradients."""
+        """Gives what this rank owns its values and gradients, if they are not there."""
+        return
 
-    @abstractmethod
     def send_back(self) -> None:
-        """Starts to bring updated values to the shards (collective)."""
+        """Starts to bring updated values to the shards (collective), if they lie elsewhere."""
+        return
 
     @abstractmethod
     def take_back(self) -> None:
@@ -212,13 +212,11 @@ class Exchange(Bringing):
             for p, owner in zip(parts, owners, strict=True)
             if owner == group.rank
         ]
-        self._by_number = {
-            number: self.owned[k]
-            for k, number in enumerate([n for n, owner in enumerate(owners) if owner == group.rank])
-        }
+        self._numbers = [n for n, owner in enumerate(owners) if owner == group.rank]  # of these
         self._flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._plans: dict[tuple[bool, ...], TravelPlan] = {}
-        self._arriving: tuple[TravelPlan, bool, torch.Tensor, torch.Tensor, Work] | None = None
+        self._gradients = False  # travel, too
+        self._traveling: tuple[torch.Tensor, torch.Tensor, Work] | None = None
         self._to_owners = WholeRanges("parameters to owners", group.ranks)
         self._to_shards = WholeRanges("updated parameters", group.ranks)
 
@@ -230,21 +228,40 @@ class Exchange(Bringing):
             self._plans = {trains: plan_of(cut, self._owners, self._group.rank, self._group.world_size)}
         return self._plans[trains]
 
+    def _send(
+        self,
+        chunks: Sequence[torch.Tensor],
+        come: Sequence[int],
+        go: Sequence[int],
+        ranges: WholeRanges,
+        label: str,
+    ) -> None:
+        """Starts to send these, so much to each rank, while so much comes from each."""
+        sent = torch.cat([*chunks, self._like]).to(self._device)
+        arrived = torch.empty(sum(come), dtype=sent.dtype, device=sent.device)
+        work: Work = DONE
+        if self._plan().total:
+            with ranges.exchange():
+                work = self._group.all_to_all(arrived, sent, come, go, async_op=True, label=label)
+        self._traveling = sent, arrived, work
+
+    def _received(self, ranges: WholeRanges) -> torch.Tensor | None:
+        """Waits for what comes; None if nothing is on its way."""
+        if self._traveling is None:
+            return None
+        _, arrived, work = self._traveling
+        with ranges.exchange_wait():
+            work.wait()
+        self._traveling = None
+        return arrived.to(self._like.device)
+
     # ------------------------------------------------------------ to the owners
     def start(self, gradients: bool) -> None:
-        plan = self._plan()
+        plan, self._gradients = self._plan(), gradients
         times, flags = (2, 1) if gradients else (1, 0)
-        send, receive = plan.away.sizes(times, flags), plan.own.sizes(times, flags)
         chunks = [self._sent(pieces, gradients) for pieces in plan.away.pieces]
-        sent = torch.cat([*chain(*chunks), self._like]).to(self._device)
-        arrived = torch.empty(sum(receive), dtype=sent.dtype, device=sent.device)
-        work: Work = DONE
-        if plan.total:
-            with self._to_owners.exchange():
-                work = self._group.all_to_all(
-                    arrived, sent, receive, send, async_op=True, label="parameters for whole updates"
-                )
-        self._arriving = (plan, gradients, sent, arrived, work)
+        come, go = plan.own.sizes(times, flags), plan.away.sizes(times, flags)
+        self._send([*chain(*chunks)], come, go, self._to_owners, "parameters for whole updates")
 
     def _sent(self, pieces: Sequence[Piece], gradients: bool) -> list[torch.Tensor]:
         parts = [self._parts[p.item] for p in pieces]
@@ -258,56 +275,41 @@ class Exchange(Bringing):
         return chunks
 
     def finish(self) -> None:
-        if self._arriving is None:
+        arrived = self._received(self._to_owners)
+        if arrived is None:
             return
-        plan, gradients, _, arrived, work = self._arriving
-        with self._to_owners.exchange_wait():
-            work.wait()
-        arrived = arrived.to(self._like.device)
-        self._arriving = None
-        numels = [o.part.shape.numel() for o in self.owned]
-        values = self._like.new_empty(sum(numels)).split(numels)
-        places = dict(zip(self._by_number, values, strict=True))
-        _copy(
-            [(places[n].narrow(0, p.start, p.numel), v) for n, p, v in _arrived(plan, arrived, gradients, 0)]
-        )
-        self._take_own(values, [shard_of(o.part) for o in self.owned])
-        for owned, value in zip(self.owned, values, strict=True):
-            owned.param.grad = None  # a step that raised may have left one
-            owned.param.data = value.view(owned.part.shape)
-        if gradients:
-            self._show_gradients(plan, arrived, numels)
+        plan, count = self._plan(), len(self.owned)
+        values = self._put_together(plan, arrived, False, [True] * count)
+        gradients: Sequence[torch.Tensor | None] = [None] * count  # a step that raised may have left some
+        if self._gradients:
+            gradients = self._put_together(plan, arrived, True, self._with_gradient(plan, arrived))
+        for owned, value, gradient in zip(self.owned, values, gradients, strict=True):
+            owned.param.grad = None
+            if value is not None:
+                owned.param.data = value
+            owned.param.grad = gradient
 
-    def _take_own(self, targets: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        _copy(
-            [
-                (target.narrow(0, o.part.here.start, o.part.here.numel), o.part.cut(shard))
-                for target, o, shard in zip(targets, self.owned, shards, strict=True)
-                if o.part.here is not None
-            ]
-        )
-
-    def _show_gradients(self, plan: TravelPlan, arrived: torch.Tensor, numels: list[int]) -> None:
-        there = self._with_gradient(plan, arrived)
-        gradients = self._like.new_empty(sum(n for n, t in zip(numels, there, strict=True) if t)).split(
-            [n for n, t in zip(numels, there, strict=True) if t]
-        )
-        left = iter(gradients)
-        shown = [next(left) if t else None for t in there]
-        places = dict(zip(self._by_number, shown, strict=True))
-        pairs = []
-        for number, piece, value in _arrived(plan, arrived, True, 1):
-            place = places[number]
-            if place is not None:
-                pairs.append((place.narrow(0, piece.start, piece.numel), value))
-        for owned, place in zip(self.owned, shown, strict=True):
-            if place is None:
-                continue
-            owned.param.grad = place.view(owned.part.shape)
-            here = owned.part.here
-            if here is not None:
-                pairs.append((place.narrow(0, here.start, here.numel), _gradient(owned.part)))
+    def _put_together(
+        self, plan: TravelPlan, arrived: torch.Tensor, gradients: bool, there: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Returns values, or gradients, of the owned ones where they are there, of what came and what lies here."""
+        numels = [o.part.shape.numel() if t else 0 for o, t in zip(self.owned, there, strict=True)]
+        flat = self._like.new_empty(sum(numels)).split(numels)
+        places = {n: place for n, place, t in zip(self._numbers, flat, there, strict=True) if t}
+        pairs = [
+            (places[n].narrow(0, piece.start, piece.numel), value)
+            for n, piece, value in _arrived(plan, arrived, self._gradients, gradients)
+            if n in places
+        ]
+        for n, part in zip(self._numbers, [o.part for o in self.owned], strict=True):
+            if part.here is not None and n in places:
+                own = _gradient(part) if gradients else part.cut(shard_of(part))
+                pairs.append((places[n].narrow(0, part.here.start, part.here.numel), own))
         _copy(pairs)
+        return [
+            place.view(o.part.shape) if t else None
+            for o, place, t in zip(self.owned, flat, there, strict=True)
+        ]
 
     def _with_gradient(self, plan: TravelPlan, arrived: torch.Tensor) -> list[bool]:
         """Tells which of the owned ones have a gradient. What came is read only where this rank can't know."""
@@ -321,45 +323,28 @@ class Exchange(Bringing):
         for pieces, block in zip(plan.own.pieces, arrived.split(plan.own.sizes(2, 1)), strict=True):
             for piece, flag in zip(pieces, block[block.numel() - len(pieces) :], strict=True):
                 flags.setdefault(piece.item, flag)
-        found = torch.stack([flags.get(n, arrived.new_zeros(())) for n in self._by_number]).tolist()
+        found = torch.stack([flags.get(n, arrived.new_zeros(())) for n in self._numbers]).tolist()
         return [bool(f) if k is None else k for k, f in zip(known, found, strict=True)]
 
     # ------------------------------------------------------------ back
     def send_back(self) -> None:
         plan = self._plan()
-        values = {n: o.param.detach().reshape(-1) for n, o in self._by_number.items()}
-        chunks = [values[p.item].narrow(0, p.start, p.numel) for p in chain(*plan.own.pieces)]
-        sent = torch.cat([*chunks, self._like]).to(self._device)
-        arrived = torch.empty(sum(plan.away.numels), dtype=sent.dtype, device=sent.device)
+        values = {n: o.param.detach().reshape(-1) for n, o in zip(self._numbers, self.owned, strict=True)}
         _copy(
             [
                 (o.part.cut(shard_of(o.part)), values[n].narrow(0, o.part.here.start, o.part.here.numel))
-                for n, o in self._by_number.items()
+                for n, o in zip(self._numbers, self.owned, strict=True)
                 if o.part.here is not None and o.part.trains
             ]
         )
-        work: Work = DONE
-        if plan.total:
-            with self._to_shards.exchange():
-                work = self._group.all_to_all(
-                    arrived,
-                    sent,
-                    plan.away.numels,
-                    plan.own.numels,
-                    async_op=True,
-                    label="updated parameters",
-                )
-        self._arriving = (plan, False, sent, arrived, work)
+        chunks = [values[p.item].narrow(0, p.start, p.numel) for p in chain(*plan.own.pieces)]
+        self._send(chunks, plan.away.numels, plan.own.numels, self._to_shards, "updated parameters")
 
     def take_back(self) -> None:
-        if self._arriving is None:
+        arrived = self._received(self._to_shards)
+        if arrived is None:
             return
-        plan, _, _, arrived, work = self._arriving
-        with self._to_shards.exchange_wait():
-            work.wait()
-        arrived = arrived.to(self._like.device)
-        self._arriving = None
-        pieces = [*chain(*plan.away.pieces)]
+        pieces = [*chain(*self._plan().away.pieces)]
         parts = [self._parts[p.item] for p in pieces]
         cut = arrived.split([p.numel for p in pieces])
         _copy([(part.cut(shard_of(part)), value) for part, value in zip(parts, cut, strict=False)])
@@ -373,13 +358,13 @@ def _gradient(part: Part) -> torch.Tensor:
 
 
 def _arrived(
-    plan: TravelPlan, arrived: torch.Tensor, gradients: bool, which: int
+    plan: TravelPlan, arrived: torch.Tensor, with_gradients: bool, gradients: bool
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
-    """Yields number, piece, and its values (``which`` 0) or its gradient (1), in the order of the route."""
-    sizes = plan.own.sizes(2, 1) if gradients else plan.own.numels
+    """Yields number, piece, and its values or its gradient, in the order of the route."""
+    sizes = plan.own.sizes(2, 1) if with_gradients else plan.own.numels
     for pieces, block in zip(plan.own.pieces, arrived.split(sizes), strict=True):
         numel = sum(p.numel for p in pieces)
-        cut = block.narrow(0, which * numel, numel).split([p.numel for p in pieces]) if pieces else ()
+        cut = block.narrow(0, gradients * numel, numel).split([p.numel for p in pieces]) if pieces else ()
         for piece, value in zip(pieces, cut, strict=True):
             yield piece.item, piece, value
 
@@ -436,12 +421,6 @@ class Gathered(Bringing):
         # values of their own, as parameters are: views would be updated together, and be one graph's
         return [item.clone() for item in taken_apart(full, flat.layout)]
 
-    def finish(self) -> None:
-        """Does nothing: everything is there."""
-
-    def send_back(self) -> None:
-        """Nothing has to be sent."""
-
     @torch.no_grad()
     def take_back(self) -> None:
         for key, flat in self._flats.items():
@@ -450,8 +429,8 @@ class Gathered(Bringing):
             flat.param.data.copy_(values.view(flat.param.shape))
 
 
-class ShardInPlace:
-    """The parts of one shard that are updated where they lie, as parameters that are views of it.
+class ShardInPlace(Bringing):
+    """The parts of one shard that are updated where they lie, as parameters that are views of it; nothing is sent.
 
     Attributes:
         sizes: cuts the shard [S] into pieces, and what lies between them.
@@ -459,6 +438,7 @@ class ShardInPlace:
 
     def __init__(self, flat: FlatParam) -> None:
         self.flat = flat
+        self.owned = []
         self.parts: list[tuple[Part, nn.Parameter, torch.Size]] = []
         self.sizes: list[int] = []
         self.places: list[int] = []
@@ -488,8 +468,7 @@ class ShardInPlace:
             self.sizes.append(self.flat.param.numel() - end)
         self.show_values()
 
-    def show(self, gradients: bool) -> None:
-        """Gives parameters their values, and the gradients that a step reads if asked for."""
+    def start(self, gradients: bool) -> None:
         self.show_values()
         if gradients:
             self._show_gradients()
@@ -518,8 +497,8 @@ class ShardInPlace:
             if not unused[part.number]:
                 param.grad = cut[place].view(shape)
 
-    def keep(self) -> None:
-        """Ends a step: some optimizers put other tensors in place of ``param.data``."""
+    def take_back(self) -> None:
+        """Keeps updated values: some optimizers put other tensors in place of ``param.data``."""
         for (_, param, shape), view in zip(self.parts, self._views, strict=True):
             param.grad = None
             if param.data_ptr() != view.data_ptr():

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...backend import Group, ReduceOp
-from ...checks import all_gather_facts, check_same_everywhere, copy_options, option_facts, options_of
+from ...checks import check_same_everywhere, copy_options, option_facts, options_of, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_numel
@@ -117,15 +117,10 @@ class WholeParameters(Optimizer):
             problem = error
         mine = None if problem is None else f"{type(problem).__name__}: {problem}"
         for group in self._groups.values():
-            for rank, theirs in zip(
-                group.ranks,
-                all_gather_facts(group.channel("control"), mine, label="check of optimizers"),
-                strict=True,
-            ):
-                if theirs is not None:
-                    raise ConfigurationError(
-                        f"an optimizer can't be made over the parameters of rank {rank}: {theirs}"
-                    ) from problem
+            for rank, theirs in problems_of_ranks(group, mine, "check of optimizers"):
+                raise ConfigurationError(
+                    f"an optimizer can't be made over the parameters of rank {rank}: {theirs}"
+                ) from problem
         if problem is not None:
             raise problem
         self._options_from_inners()
@@ -187,20 +182,16 @@ class WholeParameters(Optimizer):
         return loss
 
     def _plain_step(self, kwargs: Kwargs) -> None:
-        placing = self._placing
-        for shard in placing.in_place.values():
-            shard.show(gradients=True)
-        for exchange in placing.exchanges:
+        exchanges = self._placing.exchanges
+        for exchange in exchanges:
             exchange.start(gradients=True)
         self._step_inners(kwargs, of_pieces=True)  # meanwhile
-        for exchange in placing.exchanges:
+        for exchange in exchanges:
             exchange.finish()
         self._step_inners(kwargs, of_pieces=False)
-        for exchange in placing.exchanges:
+        for exchange in exchanges:
             exchange.send_back()
-        for shard in placing.in_place.values():
-            shard.keep()
-        for exchange in placing.exchanges:
+        for exchange in exchanges:
             exchange.take_back()
             exchange.forget()
 
@@ -257,8 +248,6 @@ class WholeParameters(Optimizer):
                 exchange.forget()
 
     def _to_owners(self, gradients: bool = True) -> None:
-        for shard in self._placing.in_place.values():
-            shard.show(gradients)
         for exchange in self._placing.exchanges:
             exchange.start(gradients)
             exchange.finish()
@@ -267,8 +256,6 @@ class WholeParameters(Optimizer):
         for exchange in self._placing.exchanges:
             exchange.send_back()
             exchange.take_back()
-        for shard in self._placing.in_place.values():
-            shard.keep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; every rank its part."""

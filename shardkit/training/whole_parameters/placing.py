@@ -79,13 +79,13 @@ class Placing:
 
     Attributes:
         inners: one for each rule.
-        in_place, exchanges: what shows these their values and gradients.
+        exchanges: what shows these their values and gradients, what lies here first.
         leader: of a rule whose parameters have one owner, that rank within the group; by rule.
     """
 
     def __init__(self, parts: Sequence[Part], rules: Sequence[Rule], cost: Cost) -> None:
         self.inners = [Inner(rule, [parts[n] for n in rule.members]) for rule in rules]
-        self.in_place: dict[int, ShardInPlace] = {}  # by id of the flat parameter
+        self._in_place: dict[int, ShardInPlace] = {}  # by id of the flat parameter
         self.exchanges: list[Bringing] = []
         self.leaders: dict[int, tuple[Group, int]] = {}
         self._parts = parts
@@ -95,8 +95,9 @@ class Placing:
                 self._place_pieces(inner)
         self.owners = self._owners(rules, cost)
         self._place_whole()
-        for shard in self.in_place.values():
+        for shard in self._in_place.values():
             shard.lay_out()
+        self.exchanges[:0] = self._in_place.values()
 
     def make_optimizers(self) -> None:
         """Builds the inner optimizers, which may look at values (collective)."""
@@ -124,12 +125,12 @@ class Placing:
                     inside = [p for p in self._parts if p.flat is flat]
                     inner.add(flat.param, [(p, p.here) for p in inside if p.here is not None])
             elif part.here is not None:
-                param = self._in_place(flat).add(part, torch.Size([part.here.numel]))
+                param = self._shard(flat).add(part, torch.Size([part.here.numel]))
                 whole = Piece(part.here.item, part.here.start, part.here.rank, 0, part.here.numel)
                 inner.add(param, [(part, whole)])
 
-    def _in_place(self, flat: FlatParam) -> ShardInPlace:
-        return self.in_place.setdefault(id(flat), ShardInPlace(flat))
+    def _shard(self, flat: FlatParam) -> ShardInPlace:
+        return self._in_place.setdefault(id(flat), ShardInPlace(flat))
 
     def _refuse_compiled(self, rules: Sequence[Rule]) -> None:
         """Refuses it where all ranks run one program: shards are updated as they are, by one optimizer each."""
@@ -193,7 +194,7 @@ class Placing:
                 continue
             if all(p.rank == owner for p in part.pieces) and part.pieces:
                 if flat.group.rank == owner:
-                    places[number] = self._in_place(flat).add(part, part.shape)
+                    places[number] = self._shard(flat).add(part, part.shape)
                 continue
             key = (flat.group.ranks, flat.param.dtype, flat.param.device, flat.compute_device)
             traveling.setdefault(key, []).append(number)
