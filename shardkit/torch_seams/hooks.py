@@ -25,13 +25,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-<<<<<<< HEAD
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import Any
-=======
-from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
->>>>>>> main
 
 import torch
 from torch import nn
