@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_190  # of all source; to be lowered with each release
+LINES = 64_490  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_500,
     "compat": 9_655,
     "shardkit": 2_332,  # the files right there
-    "shardkit/checkpoint": 7_020,
+    "shardkit/checkpoint": 6_780,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_825,
-    "shardkit/integrations": 580,
-    "shardkit/launching": 570,
+    "shardkit/fsdp": 10_889,
+    "shardkit/integrations": 530,
+    "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,
     "shardkit/optimizer_state": 1_165,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_945,
     "shardkit/pipeline": 1_535,
-    "shardkit/reduction": 1_557,
-    "shardkit/tools": 8_370,
+    "shardkit/reduction": 1_568,
+    "shardkit/tools": 8_032,
     "shardkit/torch_seams": 1_305,
-    "shardkit/tracing": 1_670,
+    "shardkit/tracing": 1_635,
     "shardkit/training": 4_865,
     "shardkit/wrapping": 830,
 }

@@ -22,6 +22,7 @@ from ..optimizer_state.slots import Slot
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.manifest import refuse_what_is_no_data
+from .format.metadata import dotted
 from .model_state import ModelState
 from .optimizers import CompositeHolder, Holder, ParameterNames, Schedulers, holder_of
 from .rank_states import Stateful, random_states
@@ -40,11 +41,6 @@ class Entry(NamedTuple):
 
     path: Path
     value: Leaf | Fixed
-
-    @property
-    def name(self) -> str:
-        """Joins the path as DCP does."""
-        return ".".join(map(str, self.path))
 
 
 class RecordPart(NamedTuple):
@@ -68,10 +64,10 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
         # of a sharded_state_dict(), whose ranks have no replicas
         yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))
     elif is_dtensor(value):
-        yield Entry(path, of_dtensor(".".join(map(str, path)), value, ranks))
+        yield Entry(path, of_dtensor(dotted(path), value, ranks))
     elif isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
-            refuse_class(".".join(map(str, path)), value)
+            refuse_class(dotted(path), value)
         yield Entry(path, whole(value, (0,)))
     elif isinstance(value, Mapping) and _is_state_dict(value):
         for key, inner in value.items():
@@ -91,11 +87,10 @@ def check_names(entries: Iterable[Entry]) -> None:
     """Raises ConfigurationError where two entries have one name."""
     seen: dict[str, Path] = {}
     for entry in entries:
-        before = seen.setdefault(entry.name, entry.path)
+        name = dotted(entry.path)
+        before = seen.setdefault(name, entry.path)
         if before != entry.path:
-            raise ConfigurationError(
-                f"{before} and {entry.path} are both called {entry.name!r} in a checkpoint"
-            )
+            raise ConfigurationError(f"{before} and {entry.path} are both called {name!r} in a checkpoint")
 
 
 # ------------------------------------------------------------ who writes what
@@ -143,16 +138,16 @@ def cut(box: Box, largest: int) -> Iterator[Box]:
 
 def _record_of(entry: Entry) -> bytes:
     value = entry.value.value if isinstance(entry.value, Fixed) else None
-    made = io.BytesIO()
+    made, name = io.BytesIO(), dotted(entry.path)
     try:
         torch.save(value, made)
     except Exception as error:  # a pickle fails with whatever an object raises
         raise ConfigurationError(
-            f"{entry.name!r} can't be saved ({type(error).__name__}: {error}): checkpoints hold data, that is tensors, "
+            f"{name!r} can't be saved ({type(error).__name__}: {error}): checkpoints hold data, that is tensors, "
             "numbers, strings and containers of them"
         ) from error
     data = made.getvalue()
-    refuse_what_is_no_data(entry.name, data)
+    refuse_what_is_no_data(name, data)
     return data
 
 
@@ -275,14 +270,11 @@ def collect(
 ) -> Collected:
     """Collects a training's objects as entries."""
     parts.check()
-    entries: list[Entry] = []
-    holder, slots = None, []
     modules = {name: ModelState(m, ranks) for name, m in parts.modules.items()}
-    for name, module in modules.items():
-        entries += [Entry((name, key), value) for key, value in module.leaves().items()]
+    entries = [Entry((part, name), leaf) for part, m in modules.items() for name, leaf in m.leaves().items()]
     holder = holder_for(parts, modules.get("model"))
+    slots = [] if holder is None else holder.states()
     if holder is not None:
-        slots = holder.states()
         entries += optimizer_entries(holder, slots)
     entries += other_entries(parts, step, extra, backend, ranks)
     check_names(entries)

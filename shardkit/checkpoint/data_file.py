@@ -23,7 +23,7 @@ from ..optimizer_state.leaves import Leaf
 from .collecting import RecordPart
 from .files.writing import GuardedFile, write_atomically
 from .format.manifest import Hasher, Manifest, ManifestItem, StoredFile, hash_of, new_hasher, write_manifest
-from .format.metadata import METADATA
+from .format.metadata import METADATA, dotted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -49,24 +49,6 @@ class Written(NamedTuple):
     offset: int
     length: int
     hash: str
-
-    @property
-    def name(self) -> str:
-        """Joins the path as DCP does."""
-        return ".".join(map(str, self.path))
-
-
-class Index(NamedTuple):
-    """Tells what one rank has written.
-
-    Attributes:
-        bytes, hash: of the data file; 0 where it wrote none.
-        records: in the order in which they lie.
-    """
-
-    bytes: int
-    hash: str
-    records: tuple[Written, ...]
 
 
 def name_of(rank: int) -> str:
@@ -124,7 +106,9 @@ def write_parts(
             file.flush()
             os.fsync(file.fileno())
         size, digest = hashed.size, hashed.digests()[0]
-    write_index(folder, rank, Index(size, digest, tuple(records)))
+    text = json.dumps([size, digest, records])
+    # in one move: who sees the index sees all of it
+    write_at_once(Path(folder, index_of(rank)), text + hash_of(text.encode(), "sha256"))
 
 
 def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Written:
@@ -145,21 +129,15 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
     return Written(part.entry.path, dtype, shape, box, start, hashed.size - start, hashed.digests()[1])
 
 
-def write_index(folder: str, rank: int, index: Index) -> None:
-    """Writes a rank's index in one move: who sees the file sees all of it."""
-    text = json.dumps([index.bytes, index.hash, index.records])
-    write_at_once(Path(folder, index_of(rank)), text + hash_of(text.encode(), "sha256"))
-
-
-def read_index(folder: str, rank: int) -> Index:
-    """Reads a rank's index."""
+def read_index(folder: str, rank: int) -> tuple[int, str, list[Written]]:
+    """Reads what a rank has written: bytes and checksum of its data file (0 where it wrote none), and the records."""
     with open(os.path.join(folder, index_of(rank))) as file:
         text = file.read()
     text, digest = text[:-64], text[-64:]
     if hash_of(text.encode(), "sha256") != digest:
         raise ValueError(f"{index_of(rank)} has other bytes than were written")
     size, whole, records = json.loads(text)
-    return Index(size, whole, tuple(Written(*values) for values in records))
+    return size, whole, [Written(*values) for values in records]
 
 
 def on_host(parts: Sequence[RecordPart], copied: bool = False) -> Iterator[torch.Tensor | None]:
@@ -197,11 +175,11 @@ def compose(folder: str, world_size: int, step: int, run: str, kind: str) -> Non
     indices = [read_index(folder, rank) for rank in range(world_size)]
     for rank in range(world_size):
         os.unlink(os.path.join(folder, index_of(rank)))
-    records = {name_of(rank): index.records for rank, index in enumerate(indices)}
+    records = {name_of(rank): written for rank, (_, _, written) in enumerate(indices)}
     files = {}
     for rank, (size, digest, written) in enumerate(indices):
         if written:
-            items = tuple(ManifestItem(r.name, r.offset, r.length, r.hash) for r in written)
+            items = tuple(ManifestItem(dotted(r.path), r.offset, r.length, r.hash) for r in written)
             files[name_of(rank)] = StoredFile(size, digest, items)
     describe(folder, records, Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind))
 
@@ -226,24 +204,25 @@ def metadata_of(records: Mapping[str, Sequence[Written]]) -> Metadata:
     paths: dict[str, tuple[str | int, ...]] = {}
     for file, written in records.items():
         for record in written:
-            paths[record.name] = tuple(record.path)
-            index = metadata.MetadataIndex(record.name, None if record.box is None else record.box[0])
+            name = dotted(record.path)
+            paths[name] = tuple(record.path)
+            index = metadata.MetadataIndex(name, None if record.box is None else record.box[0])
             if record.box is None:
-                state[record.name] = metadata.BytesStorageMetadata()
+                state[name] = metadata.BytesStorageMetadata()
             else:
                 dtype, shape = getattr(torch, record.dtype or ""), torch.Size(record.shape or ())
                 made = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), shape, [])
-                found = tensors[record.name] = tensors.get(record.name, made)
+                found = tensors[name] = tensors.get(name, made)
                 is_same = (found.size, found.properties.dtype) == (shape, dtype)
-                if state.setdefault(record.name, found) is not found or not is_same:
+                if state.setdefault(name, found) is not found or not is_same:
                     raise IncompleteError(
-                        f"{record.name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
+                        f"{name!r} has shape {tuple(shape)} and {dtype} on one rank, and something else on "
                         "others"
                     )
                 offsets, sizes = map(torch.Size, record.box)
                 found.chunks.append(metadata.ChunkStorageMetadata(offsets, sizes))
             if index in places:
-                raise IncompleteError(f"{record.name!r} was written twice, by {file} too")
+                raise IncompleteError(f"{name!r} was written twice, by {file} too")
             places[index] = filesystem._StorageInfo(file, record.offset, record.length)
     for name, stored in tensors.items():
         stored.chunks.sort(key=lambda chunk: tuple(chunk.offsets))

@@ -130,22 +130,16 @@ class ParameterNames:
 
     def _of_shard(self, param: torch.Tensor, listing: Registered) -> Slot:
         names, slot = self._of_flat[id(listing.flat)], slot_of(listing)
-        spans = tuple(
-            span._replace(name=names[listing.first + k])
-            for k, span in enumerate(slot.spans)
-            if listing.first + k in names
-        )
+        numbered = enumerate(slot.spans, listing.first)
+        spans = tuple(span._replace(name=names[k]) for k, span in numbered if k in names)
         alone = listing.first if isinstance(listing, RegisteredShard) else None
         copies = self.model.copies_of(listing.flat, alone)
         return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=copies)
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
         """ParameterNames the parameters of a param group."""
-        return [
-            n
-            for k, p in enumerate(params)
-            for n in self.slot(p, f"parameter {k} of the optimizer's group {index}").names
-        ]
+        what = f"of the optimizer's group {index}"
+        return [n for k, p in enumerate(params) for n in self.slot(p, f"parameter {k} {what}").names]
 
 
 class CompositeHolder(Holder):
@@ -282,18 +276,13 @@ class PlainHolder(Holder):
         return [slot for slot in self.needed() if slot.is_shard]
 
     def states(self) -> list[tuple[Slot, StateDict]]:
-        state = self._saved["state"]
-        return [
-            (slot, state[k])
-            for (k, _), slot in zip(self._indexed(), self.needed(), strict=True)
-            if state.get(k)
-        ]
+        state, slots = self._saved["state"], zip(self._indexed(), self.needed(), strict=True)
+        return [(slot, state[k]) for (k, _), slot in slots if state.get(k)]
 
     def groups(self) -> list[StateDict]:
         found = []
-        for k, (own, saved) in enumerate(
-            zip(self.optimizer.param_groups, self._saved["param_groups"], strict=True)
-        ):
+        pairs = zip(self.optimizer.param_groups, self._saved["param_groups"], strict=True)
+        for k, (own, saved) in enumerate(pairs):
             options = {key: v for key, v in options_of(saved).items() if key != NOTE}
             found.append({"params": self.names.group(own["params"], k), **options})
         return found
@@ -306,10 +295,8 @@ class PlainHolder(Holder):
 
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
         packed = {k: s for (k, _), s in zip(self._indexed(), states, strict=True) if s}
-        made = [
-            {**options, "params": saved["params"]}
-            for options, saved in zip(groups, self._saved["param_groups"], strict=True)
-        ]
+        pairs = zip(groups, self._saved["param_groups"], strict=True)
+        made = [{**options, "params": saved["params"]} for options, saved in pairs]
         self.optimizer.load_state_dict({**others, "state": packed, "param_groups": made})
 
 
@@ -334,10 +321,8 @@ class OwnedHolder(Holder):
         return [(self._slot(p), owned[p]) for p in self._params() if p in owned]
 
     def groups(self) -> list[StateDict]:
-        return [
-            {"params": self.names.group(g["params"], k), **options_of(g)}
-            for k, g in enumerate(self.optimizer.param_groups)
-        ]
+        groups = enumerate(self.optimizer.param_groups)
+        return [{"params": self.names.group(g["params"], k), **options_of(g)} for k, g in groups]
 
     def _needed(self) -> list[nn.Parameter]:
         """Lists at least one, by whose state others are shaped where all ranks run one program."""
@@ -350,10 +335,8 @@ class OwnedHolder(Holder):
 
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
         index = {p: i for i, p in enumerate(self._params())}
-        packed = [
-            {**options, "params": [index[p] for p in own["params"]]}
-            for options, own in zip(groups, self.optimizer.param_groups, strict=True)
-        ]
+        pairs = zip(groups, self.optimizer.param_groups, strict=True)
+        packed = [{**options, "params": [index[p] for p in own["params"]]} for options, own in pairs]
         state = {index[p]: s for p, s in zip(self._needed(), states, strict=True) if s}
         self.optimizer.take_state({"state": state, "param_groups": packed})
         for segment in self.optimizer.segments():
@@ -429,10 +412,8 @@ class WholeHolder(Holder):
 def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
     """Makes the adapter of an optimizer, without what wraps that."""
     inner = optimizer
-    while isinstance(inner, AdaScale) or type(inner).__module__.partition(".")[0] in (
-        "accelerate",
-        "lightning",
-    ):
+    wrap = ("accelerate", "lightning")
+    while isinstance(inner, AdaScale) or type(inner).__module__.partition(".")[0] in wrap:
         if isinstance(inner, AdaScale):
             # they are made at their first use, and a new one is to take those that were saved
             _ = inner._averages

@@ -106,11 +106,8 @@ class OptimizerReads:
             else:
                 self._of.setdefault(str(path[0]), {})[".".join(map(str, path[1:]))] = name
         self._groups = self._matched_groups()
-        self._others = {
-            str(path[0]): name
-            for path, name in stored.under("optimizer").items()
-            if len(path) == 1 and path[0] not in _ONE
-        }
+        beside = {path[0]: name for path, name in stored.under("optimizer").items() if len(path) == 1}
+        self._others = {str(key): name for key, name in beside.items() if key not in _ONE}
         if unclaimed := holder.unclaimed(self._others, self._named):
             raise ConfigurationError(
                 f"{stored.folder} has {_some(unclaimed)} beside the state of parameters, which no optimizer of the "

@@ -45,6 +45,7 @@ from .data_file import compose, on_host, write_parts
 from .files.writing import save as save_file
 from .format import folders
 from .format.manifest import best_hash
+from .format.metadata import dotted
 from .optimizers import Holder
 from .rank_states import Stateful
 
@@ -97,11 +98,6 @@ class Save:
         self.parts: list[RecordPart] = []
         self.values: list[torch.Tensor | None] | None = None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank puts the checkpoint together."""
-        return self.ranks.rank == 0
-
     # ------------------------------------------------------------ before anything is written
     def begin(self, collect: Callable[[], Collected]) -> None:
         """Finds out what there is to write, and that all ranks are in this (collective)."""
@@ -127,7 +123,7 @@ class Save:
             raise ConfigurationError(
                 f"keep={self.keep!r}: at least the new checkpoint is kept; None keeps all"
             )
-        if self.is_first:
+        if self.ranks.rank == 0:
             self.run, self.kind = folders.run_of(self.folder), best_hash()
             self.temporary = folders.begin(self.folder, self.step)
         collected = collect()
@@ -159,7 +155,7 @@ class Save:
         _, problem = attempt(self.write_own)
         try:
             agree(self.ranks, problem, self.what)
-            _, problem = attempt(self.complete) if self.is_first else (None, None)
+            _, problem = attempt(self.complete) if self.ranks.rank == 0 else (None, None)
             agree(self.ranks, problem, self.what)
         except Exception as error:
             self._give_up()
@@ -184,7 +180,7 @@ class Save:
         folders.keep_newest(self.folder, self.keep, self.step)
 
     def _give_up(self) -> None:
-        if self.is_first and self.temporary:
+        if self.ranks.rank == 0 and self.temporary:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     # ------------------------------------------------------------ in the background
@@ -206,7 +202,7 @@ def _is_number(value: object) -> bool:
 def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
     """Lists what all ranks have alike."""
     return [
-        (entry.name, (tuple(entry.value.shape), str(entry.value.base.dtype)))
+        (dotted(entry.path), (tuple(entry.value.shape), str(entry.value.base.dtype)))
         for entry in collected.entries
         if isinstance(entry.value, Leaf)
         and (entry.path[0] == "model" or entry.value.copies == ranks.everybody)

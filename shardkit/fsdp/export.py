@@ -10,13 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..reduction.changes import Run, difference
+from ..reduction.changes import Run, difference, mixed_sum
 from ..torch_seams.strided_views import memory_of
 from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
@@ -26,9 +27,6 @@ from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 
 Names = Callable[[str], str | None] | Literal["hf"] | None
-
-_CHUNK = 2**20  # elements whose checksum is computed at a time
-_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # as int64; of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,7 @@ def checksum(values: torch.Tensor, first: int = 0) -> int:
 
     Sums of a tensor's parts, each with the place of its first element, add up to that of the tensor.
     """
-    bits = values.reshape(-1).view(INTEGERS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)  # read once: a device would be waited for
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        at = torch.arange(first + start, first + start + part.numel(), device=part.device)
-        mixed = (part + at * _ODD[0]) * _ODD[1]
-        total += (mixed ^ (mixed >> 29)).sum()
-    return int(total) % 2**64
+    return int(mixed_sum(values.reshape(-1), first)) % 2**64
 
 
 def export(
@@ -247,10 +238,13 @@ class _Renaming:
 
 # ------------------------------------------------------------ what has changed
 class _Part(NamedTuple):
-    """One rank's share of a change."""
+    """One rank's share of a change: memory of a run, if anything is new, which needs no numpy to be pickled."""
 
-    runs: list[tuple[int, bool, int]]  # start, whether there are gaps, number of values
+    item: int
     checksum: int
+    start: int = 0
+    gaps: bytearray | None = None
+    values: bytearray | None = None
 
 
 @torch.no_grad()
@@ -265,55 +259,31 @@ def _changed(
     elif shard.data_ptr() == flat.param.data_ptr():
         shard = shard.clone()
     before = since.replace(key, shard)
-    parts: dict[int, list[_Part]] = {}
-    gaps, values = [], []
+    sent: list[_Part] = []
     for piece in layout.pieces(apart=True):
         if piece.rank == group.rank and not (layout.is_copied(piece.item) and group.rank):
             span = slice(piece.offset, piece.offset + piece.numel)
+            part = _Part(piece.item, checksum(shard[span], piece.start))
             run = difference(shard[span], None if before is None else before[span], piece.start)
-            facts = [] if run is None else [(run.start, run.gaps is not None, run.values.numel())]
-            parts.setdefault(piece.item, []).append(_Part(facts, checksum(shard[span], piece.start)))
             if run is not None:
-                values.append(run.values)
-                gaps += [] if run.gaps is None else [run.gaps]
-    sent = parts, _bytes(gaps), _bytes(values)
+                gaps = None if run.gaps is None else bytearray(memory_of(run.gaps.cpu()))
+                part = part._replace(
+                    start=run.start, gaps=gaps, values=bytearray(memory_of(run.values.cpu()))
+                )
+            sent.append(part)
     label = f"what has changed in {flat.label}"
     if on is None:
         everything = group.all_gather_object(sent, label=label)
     else:
         everything = group.gather_object(sent, on, label=label) or []
-    found: dict[int, tuple[list[Run], int]] = {n: ([], 0) for n in range(len(flat.originals))}
-    for theirs in everything:
-        _add(found, theirs, shard)
+    found: list[tuple[list[Run], int]] = [([], 0) for _ in flat.originals]
+    for part in chain(*everything):
+        runs, total = found[part.item]
+        found[part.item] = runs, total + part.checksum
+        if part.values:
+            behind = None if part.gaps is None else torch.frombuffer(part.gaps, dtype=torch.uint8)
+            runs.append(Run(part.start, behind, torch.frombuffer(part.values, dtype=shard.dtype)))
     return [
         Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
-        for original, (runs, total) in zip(flat.originals, found.values(), strict=True)
+        for original, (runs, total) in zip(flat.originals, found, strict=True)
     ]
-
-
-def _add(
-    found: dict[int, tuple[list[Run], int]],
-    sent: tuple[dict[int, list[_Part]], bytearray, bytearray],
-    like: torch.Tensor,
-) -> None:
-    """Adds what one rank has sent."""
-    gaps, values = _read(sent[1], torch.uint8), _read(sent[2], like.dtype)
-    for item, parts in sent[0].items():
-        runs, total = found[item]
-        for part in parts:
-            total += part.checksum
-            for start, has_gaps, numel in part.runs:
-                run_gaps = gaps[:numel] if has_gaps else None
-                gaps = gaps[numel:] if has_gaps else gaps
-                runs.append(Run(start, run_gaps, values[:numel]))
-                values = values[numel:]
-        found[item] = runs, total
-
-
-def _bytes(parts: list[torch.Tensor]) -> bytearray:
-    """Returns the memory of these one after the other; numpy may not be there."""
-    return bytearray(memory_of(torch.cat(parts).cpu())) if parts else bytearray()
-
-
-def _read(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -39,6 +39,7 @@ from .originals import (
     backward_when_summoned,
     note_originals,
 )
+<<<<<<< HEAD
 from .registered import (
     Registered,
     RegisteredShards,
@@ -48,6 +49,10 @@ from .registered import (
     watch_asked_gradients,
 )
 from .store import FULL, SUMMONED, Store, store_for
+=======
+from .registered import Registered, RegisteredShards, UnlistedShard, filled_by_parts, note_registered
+from .store import FULL, KEPT, RELEASED, SUMMONED, Store, store_for
+>>>>>>> main
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -175,6 +180,13 @@ class FlatParam:
             self._note_listings()
 
     @property
+    def is_behind(self) -> bool:
+        """Whether modules inside have got other memory, all of them, and nobody computes with what they had."""
+        if self.shards is None or self.is_asleep or self.store.state not in (RELEASED, KEPT):
+            return False
+        return not self.shards.are_views() and self.shards.are_alike()
+
+    @property
     def version(self) -> int:
         """Changes with every change of the shard."""
         return sum(p._version for p in self.versioned)
@@ -221,12 +233,18 @@ class FlatParam:
             store.users += 1
             return None
         if self.shards is not None and not self.shards.are_views():
-            self.collect()
-            self.adopt()
+            self._follow()
         elif self._seen != (self.param.dtype, self.param.device):
             self.adopt()
         self.store.users += 1
         return self.store
+
+    def _follow(self) -> None:
+        """Takes other memory that modules inside have got."""
+        if self.param.is_meta:
+            raise filled_by_parts(self.listings[0])
+        self.collect()
+        self.adopt()
 
     def start_gather(self) -> None:
         """Asks for all ranks' shards on behalf of one more unit; call ``store.finish`` before use."""
@@ -280,6 +298,8 @@ class FlatParam:
         changed original parameters.
         """
         self.drop()  # will be stale
+        if self.shards is not None and not self.shards.are_views():
+            self._follow()
         full = self.store.summon()
         gradients = [m.param.grad for m in self.originals]  # of the compute dtype
         params = tuple(m.param for m in self.originals)

@@ -48,7 +48,7 @@ from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .activations import Activations, SavedInCall
-from .construct import announce, name_flats
+from .construct import announce, name_flats, wake
 from .engine import (
     NO_THREAD,
     Engine,
@@ -238,6 +238,7 @@ class Entered(NamedTuple):
 @not_compiled
 def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
+    wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
     names = {id(s.door): path for path, s in named_units(state.door)}
     for s in states:

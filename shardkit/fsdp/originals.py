@@ -10,6 +10,7 @@ watch what is done with them, and take the path through the modules then.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -54,11 +55,12 @@ class GatheredParameter(nn.Parameter):
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
+            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return nn.Parameter, (self.data.clone(), self.requires_grad)
+        return _with_attributes, (nn.Parameter(self.data.clone(), self.requires_grad), self.__dict__)
 
 
 class ViewOfShard(GatheredParameter):
@@ -107,11 +109,12 @@ class ReleasedParameter(GatheredParameter):
             raise LifecycleError(_refusal(self, "a copy"))
         if id(self) not in memo:
             memo[id(self)] = _without_owner(self.dtype, self.requires_grad, _name(self))
+            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
         copied: nn.Parameter = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        return _without_owner, (self.dtype, self.requires_grad, _name(self))
+        return _without_owner, (self.dtype, self.requires_grad, _name(self), self.__dict__)
 
 
 class ReleasedView(torch.Tensor):
@@ -412,10 +415,18 @@ def _refuse_gradient(param: torch.Tensor) -> None:
     )
 
 
-def _without_owner(dtype: torch.dtype, requires_grad: bool, name: str) -> nn.Parameter:
+def _with_attributes(param: nn.Parameter, attributes: StateDict) -> nn.Parameter:
+    param.__dict__.update(attributes)
+    return param
+
+
+def _without_owner(
+    dtype: torch.dtype, requires_grad: bool, name: str, attributes: StateDict | None = None
+) -> nn.Parameter:
     """Returns a copy; the copy of its flat parameter, if there is one, will give it values."""
     param = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=requires_grad)
     _names_of_copies[param] = name
+    param.__dict__.update(attributes or {})
     param.__class__ = ReleasedParameter
     return param
 

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -235,14 +235,17 @@ class RegisteredShards:
         self.params = list(map(_param_of, self.each))
         self._locals = list(map(_local_of, self.params)) if self.are_dtensors else self.params
         self.versioned = [*self.params, *self._locals, shard] if self.are_dtensors else self.params
-        self._addresses = [] if shard.is_meta or self._are_apart else list(map(_address_of, self._locals))
+        has_memory = not shard.is_meta and not self._are_apart
+        self._addresses = list(map(_address_of, self._locals)) if has_memory else []
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
         """Whether nobody has replaced the memory of a registered parameter."""
         # torch swaps what is in a DTensor
         now = map(_local_of, self.params) if self.are_dtensors else self._locals
-        return not self._addresses or list(map(_address_of, now)) == self._addresses
+        if not self._addresses:
+            return all(map(is_, now, self._locals))
+        return list(map(_address_of, now)) == self._addresses
 
     def are_alike(self) -> bool:
         """Whether what modules list now is of one dtype and device: not while some of several modules have moved."""
@@ -251,7 +254,11 @@ class RegisteredShards:
 
     @torch.no_grad()
     def collected(self, numel: int) -> torch.Tensor:
-        """Returns a shard [S] with their values; they become views of it."""
+        """Returns a shard [S] with their values; they become views of it.
+
+        Raises:
+            LifecycleError: some of them have got memory, and others are on the meta device.
+        """
         for r in self.each:
             module, name = r.places[0]
             now = module._parameters.get(name)
@@ -260,6 +267,8 @@ class RegisteredShards:
                 for place in r.places:
                     register(place, now)
         values = [r.local(r.param.detach()) for r in self.each]
+        if any(value.is_meta for value in values) and not all(value.is_meta for value in values):
+            raise filled_by_parts(self.each[0])
         shard = no_values(numel, values[0]) if self._are_apart else values[0].new_zeros(numel)
         for r, value in zip(self.each, values, strict=True):
             if isinstance(r.original, ExtendedParameter):
@@ -442,6 +451,15 @@ def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) ->
                 g.__class__ = kind
             elif g is not None and issubclass(kind, ShardGradient) and kind.in_order:
                 mark_dtensor(g, kind)
+
+
+def filled_by_parts(listing: Registered) -> LifecycleError:
+    """Says that modules inside have left the meta device where that can't be followed."""
+    return LifecycleError(
+        f"rank {listing.group.ranks[listing.group.rank]}: modules in the unit of {listing.label} have left the meta "
+        "device one by one, and not all of them, or after a forward. Call to_empty(device=...) of the FSDP module, or "
+        "of each module in it, before the first forward"
+    )
 
 
 class UnlistedShard(nn.Parameter):

@@ -71,11 +71,8 @@ class ShardkitStrategy(DDPStrategy):
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, *args, **kwargs)
-        takes = {
-            k: SimpleNamespace(state_dict=dict, load_state_dict=partial(load_whole_state, v))
-            for k, v in state.items()
-            if isinstance(v, Optimizer)
-        }
+        optimizers = {k: partial(load_whole_state, v) for k, v in state.items() if isinstance(v, Optimizer)}
+        takes = {k: SimpleNamespace(state_dict=dict, load_state_dict=load) for k, load in optimizers.items()}
         filled = {**state, **takes}
         rest = super().load_checkpoint(path, filled, *args, **kwargs)
         state.update({k: v for k, v in filled.items() if k not in takes})

@@ -10,6 +10,8 @@ Checkpoints are those of one process: any world size, and code without this libr
 
 from __future__ import annotations
 
+from functools import partialmethod
+
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -19,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp.state import state_of
-from ..types import AnyCallable, Framework, SavedState, StateDict, Tree
+from ..types import Framework, SavedState, StateDict, Tree
 from . import fabric
 from .sharding import Sharding, is_sharded, load_whole_state, whole_state
 
@@ -81,31 +83,18 @@ class ShardkitStrategy(DDPStrategy):
                 self._sharding.shard(child)
 
     # ------------------------------------------------------------ steps
-    def training_step(self, *args: object, **kwargs: object) -> Tree:
-        """See :meth:`_step`."""
-        return self._step(self.precision_plugin.train_step_context, "training_step", args, kwargs)
-
-    def validation_step(self, *args: object, **kwargs: object) -> Tree:
-        """See :meth:`_step`."""
-        return self._step(self.precision_plugin.val_step_context, "validation_step", args, kwargs)
-
-    def test_step(self, *args: object, **kwargs: object) -> Tree:
-        """See :meth:`_step`."""
-        return self._step(self.precision_plugin.test_step_context, "test_step", args, kwargs)
-
-    def predict_step(self, *args: object, **kwargs: object) -> Tree:
-        """See :meth:`_step`."""
-        return self._step(self.precision_plugin.predict_step_context, "predict_step", args, kwargs)
-
-    def _step(
-        self, context: AnyCallable, name: str, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Tree:
+    def _step(self, context: str, name: str, *args: object, **kwargs: object) -> Tree:
         """Makes the whole step one forward of the module: all of its parameters can be used anywhere in it."""
         module = self.lightning_module
-        with context():
+        with getattr(self.precision_plugin, context)():
             if state_of(module) is not None:
                 return self._forward_redirection(module, module, name, *args, **kwargs)
             return getattr(module, name)(*args, **kwargs)
+
+    training_step = partialmethod(_step, "train_step_context", "training_step")
+    validation_step = partialmethod(_step, "val_step_context", "validation_step")
+    test_step = partialmethod(_step, "test_step_context", "test_step")
+    predict_step = partialmethod(_step, "predict_step_context", "predict_step")
 
     # ------------------------------------------------------------ checkpoints
     def lightning_module_state_dict(self) -> StateDict:

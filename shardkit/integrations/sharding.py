@@ -60,10 +60,7 @@ class Sharding:
         is_new = not is_sharded(model)
         if not is_new and not any(p.requires_grad and shard_behind(p) is None for p in model.parameters()):
             return
-        options: Kwargs = {
-            name: getattr(self, name)
-            for name in ("precision", "reshard", "offload", "reduce", "group", "replicas", "mesh")
-        }
+        options: Kwargs = {name: value for name, value in vars(self).items() if name != "units"}
         options["dtensors"] = False  # what holds optimizer state as one process has it takes rows
         for module in reversed(self.units_of(model) if is_new else []):  # those inside of others first
             if module is not model:

@@ -20,6 +20,7 @@ _MOST = 255  # what a gap of one byte bridges
 _ALL = -1  # in place of a number of values
 # Numbers that are summed at once: on the host what is computed in between stays in its cache.
 _IN_CACHE, _AT_ONCE = 2**15, 2**23
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)  # as int64; of SplitMix64
 
 
 class Run(NamedTuple):
@@ -64,6 +65,21 @@ def difference(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Ru
     return Run(start, gaps, now[at])
 
 
+def mixed_sum(flat: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Returns a sum over the elements of [n] that depends on the bits of each and on its place, 0-dim of int64.
+
+    Sums of parts, each with the place of its first element, add up to that of the whole. It is read by nobody here: a
+    device would be waited for.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in flat.view(INTEGERS[flat.element_size()]).split(_IN_CACHE if flat.is_cpu else _AT_ONCE):
+        at = torch.arange(first, first + piece.numel(), device=piece.device)
+        mixed = (piece + at * _ODD[0]) * _ODD[1]
+        total += (mixed ^ (mixed >> 29)).sum()
+        first += piece.numel()
+    return total
+
+
 class ChangedParts:
     """Brings each rank's part of a buffer to all ranks, where they have what was sent before.
 
@@ -81,14 +97,9 @@ class ChangedParts:
         self._received = torch.empty(0)  # what tells the other parts from others
 
     def _others(self) -> torch.Tensor:
-        """Sums the bits of other ranks' parts, each times its position, 0-dim of int64."""
-        bits, total = INTEGERS[self._buffer.element_size()], self._buffer.new_zeros((), dtype=torch.int64)
-        at_once = _IN_CACHE if self._buffer.device.type == "cpu" else _AT_ONCE
-        factors = torch.arange(1, 2 * at_once, 2, device=self._buffer.device)
-        for rank, part in enumerate(self._parts):
-            for piece in part.view(bits).split(at_once) if rank != self._group.rank else ():
-                total = total * 31 + (piece * factors[: piece.numel()]).sum()
-        return total
+        """Sums the bits of other ranks' parts, 0-dim of int64."""
+        before, behind = sum(self._sizes[: self._group.rank]), sum(self._sizes[: self._group.rank + 1])
+        return mixed_sum(self._buffer[:before]) + mixed_sum(self._buffer[behind:], behind)
 
     def _note(self) -> None:
         self._received = self._others()

@@ -141,7 +141,7 @@ def _on_host(offload: OffloadPolicy, flats: Sequence[FlatParam]) -> str:
 
 def _stays(state: ShardingState, is_root: bool) -> str:
     reshard = state.options.reshard
-    if state.flats and all(f.store.is_whole for f in state.flats):
+    if reshard.sends_changes or (state.flats and all(f.store.is_whole for f in state.flats)):
         return "always"
     if reshard.frozen == "keep" and any(not f.trains for f in state.flats):
         return "what is frozen" if any(f.trains for f in state.flats) else "always"

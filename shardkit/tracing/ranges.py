@@ -183,10 +183,8 @@ class Ranges:
         }
 
     def __init__(self, unit: str, ranks: tuple[int, ...] = (), **nbytes: int) -> None:
-        self._whats = {
-            attribute: What(kind, unit, ranks, nbytes.get(attribute, 0))
-            for attribute, kind in self.kinds.items()
-        }
+        kinds = self.kinds.items()
+        self._whats = {name: What(kind, unit, ranks, nbytes.get(name, 0)) for name, kind in kinds}
         with _lock:
             _objects.add(self)
             self.bind()

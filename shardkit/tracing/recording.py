@@ -54,10 +54,8 @@ def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
         for rank, answer in enumerate(answers):
             bounds[rank] = min(bounds[rank], arrived - struct.unpack("<q", answer)[0])
     form = f"<{group.world_size}q"
-    table = [
-        struct.unpack(form, row)
-        for row in control.all_gather_bytes(struct.pack(form, *bounds), label="differences of clocks")
-    ]
+    rows = control.all_gather_bytes(struct.pack(form, *bounds), label="differences of clocks")
+    table = [struct.unpack(form, row) for row in rows]
     most, least = table[group.rank][0], -table[0][group.rank]
     if group.rank == 0:
         return ClockReading(now(), 0.0, 0.0)

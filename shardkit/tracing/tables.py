@@ -36,10 +36,8 @@ def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Seque
     """
     shown = [k for k in range(len(head)) if any(row[k] for row in rows)]
     widths = {k: max(len(line[k]) for line in [head, *rows]) for k in shown}
-    lines = [
-        "  ".join(
-            line[k].rjust(widths[k]) if k in right else line[k].ljust(widths[k]) for k in shown
-        ).rstrip()
-        for line in [head, *rows]
-    ]
+    lines = []
+    for line in [head, *rows]:
+        cells = [line[k].rjust(widths[k]) if k in right else line[k].ljust(widths[k]) for k in shown]
+        lines.append("  ".join(cells).rstrip())
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -15,6 +15,7 @@ steps``, what comes after a forward and before a backward is ``loss``.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -203,11 +204,8 @@ def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Sl
             if s.what.ranks and is_collective(s.what.kind):
                 found[s.what, counts[rank, s.what]][rank] = s
                 counts[rank, s.what] += 1
-    complete = [
-        (what, ranks)
-        for (what, _), ranks in found.items()
-        if len(ranks) == len(what.ranks) and len(ranks) > 1
-    ]
+    met = [(what, ranks) for (what, _), ranks in found.items() if len(ranks) > 1]
+    complete = [(what, ranks) for what, ranks in met if len(ranks) == len(what.ranks)]
     return sorted(complete, key=lambda item: min(s.start for s in item[1].values()))
 
 
@@ -345,29 +343,23 @@ def _moments(slices: Sequence[Slice]) -> Iterator[Activity]:
     """Yields the innermost range at each time; slices begin in order, outer ones first."""
     stack: list[tuple[Slice, StepPlace]] = []
     at = 0.0
-
-    def until(time: float) -> Iterator[Activity]:
-        nonlocal at
-        while stack and stack[-1][0].end <= time:
-            yield from piece(stack[-1][0].end)
-            stack.pop()
-        yield from piece(time)
-
-    def piece(end: float) -> Iterator[Activity]:
-        nonlocal at
-        if stack and end > at:
+    for following in (*slices, None):
+        until = math.inf if following is None else following.start
+        while stack:
             s, place = stack[-1]
-            waits = s.what.kind.endswith(".wait") or s.what.kind in WAITING
-            kind = s.what.kind.removesuffix(".wait")
-            device = 0.0 if s.device is None or not waits else s.device[1]
-            yield Activity(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
-        at = max(at, end)
-
-    for s in slices:
-        yield from until(s.start)
-        around = stack[-1][1] if stack else None
-        stack.append((s, _place(s.what, around)))
-    yield from until(float("inf"))
+            end = min(s.end, until)
+            if end > at:
+                waits = s.what.kind.endswith(".wait") or s.what.kind in WAITING
+                kind = s.what.kind.removesuffix(".wait")
+                device = 0.0 if s.device is None or not waits else s.device[1]
+                yield Activity(at, end, place, f"{kind}({s.what.unit})" if waits else "", device)
+                at = end
+            if s.end > until:
+                break
+            stack.pop()
+        at = max(at, until)
+        if following is not None:
+            stack.append((following, _place(following.what, stack[-1][1] if stack else None)))
 
 
 def _place(what: What, around: StepPlace | None) -> StepPlace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.policy import Frozen
 from shardkit.tools import cli
 from shardkit.tools.estimate import (
+    DEVICES,
     STRATEGIES,
     Subject,
     estimate,
@@ -86,6 +88,28 @@ def test_masters_on_the_host_leave_what_is_computed_with() -> None:
     assert found.sent == kept.sent
     states = 8 * found.parameters / ranks
     assert found.resident == pytest.approx(kept.resident - states - kept.kinds["parameters"] / 2, rel=0.05)
+
+
+def test_the_bus_and_the_host_take_time_where_masters_are_there() -> None:
+    """P bytes down and P up: as slow as the slower of both, and hidden where the device has as much to compute."""
+    subject, step, exposed = SUBJECTS["language, bfloat16"], {}, {}
+    # a small model computes for long
+    h100 = replace(DEVICES["h100"], memory_bandwidth=1e10, launch=1e-9)
+    for name, bus, host in (
+        ("free", 1e30, 1e30),
+        ("bus", 64e9, 1e30),
+        ("slow bus", 1e6, 1e30),
+        ("host", 1e30, 1e9),
+    ):
+        device = replace(h100, bus=bus, host_bandwidth=host)
+        times = estimate(subject, "fsdp-masters", 4, 1, device=device).times["fsdp-masters"]
+        step[name], exposed[name] = times.step, times.exposed
+    kept = estimate(subject, "fsdp", 4, 1, device=h100)
+    nbytes = 2 * kept.parameters / 4
+    assert step["free"] < kept.times["fsdp"].step  # the optimizer takes no time
+    assert exposed["bus"] - exposed["free"] < 0.5 * 2 * nbytes / 64e9 / h100.link_share
+    assert step["slow bus"] >= nbytes / 1e6 / h100.link_share
+    assert step["host"] - step["free"] > 12 * kept.parameters / 4 / 1e9
 
 
 def test_frozen_weights() -> None:

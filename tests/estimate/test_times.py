@@ -24,7 +24,7 @@ from tests.pools import rank_pool
 # a kernel of n operations takes n seconds; n bytes take n seconds from 2 ranks on, for no rank is far away
 UNIT = Device(
     "unit", 1.0, 1.0, 1.0, 1e30, 0.5, 1.0, per_host=2, start=1e-30, hop=1e-30, far_hop=1e-30, launch=1e-30,
-    efficiency=1.0, memory_share=1.0, link_share=1.0,
+    efficiency=1.0, memory_share=1.0, link_share=1.0, bus=1.0, host_bandwidth=1.0,
 )  # fmt: skip
 STEP = Mark("step")
 
@@ -35,6 +35,10 @@ def _computes(seconds: float) -> Kernel:
 
 def _gather(number: int, nbytes: float, after: int | None = None) -> Issue:
     return Issue(number, "all_gather", nbytes, after=after)
+
+
+def _copy(number: int, direction: str, nbytes: float) -> Issue:
+    return Issue(number, f"copy_{direction}", nbytes)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,17 @@ def _gather(number: int, nbytes: float, after: int | None = None) -> Issue:
         ([_gather(0, 3), Wait(0), _computes(5), _gather(1, 3, after=0), Wait(1)], Times(8, 3, 6, 3)),
         # one at a time on the link, in the order of issue
         ([_gather(0, 4), Issue(1, "reduce_scatter", 4), Wait(1), Wait(0)], Times(8, 8, 8, 8)),
+        # gradients go down (2 s) beside the rest of backward; the host computes for 4 s, and the device is idle for
+        # 2 + 4 - 3; one unit's weights go up in 2 s, the other one's while it computes
+        (
+            [_computes(5), _copy(0, "down", 2), _computes(3), Wait(0, True), Kernel(0, 4, 4, True), _copy(1, "up", 2),
+             _copy(2, "up", 2), Wait(1), _computes(3), Wait(2), _computes(3)],
+            Times(5 + 2 + 4 + 2 + 3 + 3, 3 + 2, 6, 0),
+        ),
+        # what the host gives the device afterwards comes afterwards
+        ([_copy(0, "down", 2), Wait(0, True), Kernel(0, 4, 4, True), _computes(3)], Times(9, 6, 2, 0)),
+        # both directions at a time, and beside a collective
+        ([_copy(0, "down", 3), _copy(1, "up", 4), _gather(2, 5), Wait(0), Wait(1), Wait(2)], Times(5, 5, 12, 5)),
     ],
 )  # fmt: skip
 def test_two_units_by_hand(events: list[Event], expected: Times) -> None:

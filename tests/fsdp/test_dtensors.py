@@ -317,6 +317,7 @@ def test_loading_by_assignment(rank: int) -> None:
         optimizer.step()
         assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
     _replaced(rank)
+    _filled_by_parts(rank)
 
 
 def _replaced(rank: int) -> None:
@@ -338,6 +339,41 @@ def _replaced(rank: int) -> None:
         for p in m.head.parameters():
             nn.init.constant_(p, 0.25)
     torch.testing.assert_close(model(_batch(0, rank)), one(_batch(0, rank)))
+    model.head.to_empty(device="cpu")
+    one.head.weight = nn.Parameter(torch.full_like(one.head.weight, 0.5))
+    nn.init.constant_(model.head.weight, 0.5)
+    nn.init.constant_(model.head.bias, 0.25)
+    _same(dict(sharding_of(model).export()), one.state_dict())
+
+
+def _filled_by_parts(rank: int) -> None:
+    """Modules inside leave the meta device one by one, as trainers' ``init_weights`` makes them."""
+
+    def empty(*moved: str) -> Scaled:
+        with torch.device("meta"):
+            made = fully_shard(Scaled(False), dtensors=True)
+        for name in moved:
+            made.get_submodule(name).to_empty(device="cpu", recurse=False)
+        return made
+
+    one = Scaled(False)
+    names = [n for n, _ in one.named_modules()]
+    model = empty(*names)
+    for m in (model, one):
+        for k, p in enumerate(m.parameters()):
+            nn.init.constant_(p, k / 8)
+        optimizer = torch.optim.Adam(m.parameters(), lr=0.1)
+        m(_batch(0, 0)).square().mean().backward()
+        optimizer.step()
+    _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
+    with pytest.raises(LifecycleError, match="left the meta device one by one"):
+        empty("head")(_batch(0, rank))
+    with torch.device("meta"):
+        late = fully_shard(nn.Sequential(nn.Linear(6, 5).double()), dtensors=True)
+    late(_batch(0, rank).to("meta"))
+    late[0].to_empty(device="cpu")
+    with pytest.raises(LifecycleError, match="or after a forward"):
+        late(_batch(0, rank))
 
 
 @on_ranks(2)

@@ -206,7 +206,8 @@ def _tied() -> Tied:
 
 def _with_others(rank: int, wrap: str, packing: Any, world_size: int, folder: str) -> None:
     """Tied, beside masters on the host, cut unevenly or over replicas; copied, pickled, and through DCP."""
-    options: dict[str, Any] = {"reshard": ReshardPolicy(frozen="packed", packing=packing)}
+    reshard = ReshardPolicy(frozen="packed", packing=packing, sends_changes=packing == "nf4")
+    options: dict[str, Any] = {"reshard": reshard}
     options["offload"] = shardkit.OffloadPolicy(masters=True)
     if world_size == 4 and wrap == "dtensors":
         options["mesh"] = init_device_mesh("cpu", (2, 2))
@@ -268,7 +269,33 @@ def test_rows_without_finite_numbers_stay_in_their_blocks() -> None:
         assert torch.equal(~found.isfinite(), lost)
 
 
+class Codes(nn.Parameter):
+    """Stands for bitsandbytes' Params4bit."""
+
+    quant_state = "how codes are read"
+
+
+def _foreign_codes(rank: int) -> None:
+    """Codes in a floating dtype (``quant_storage``) travel as they are, and are never cast."""
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        layer = nn.Linear(8, 8)
+        bits = torch.arange(256, dtype=torch.uint8).view(dtype)
+        layer.codes = Codes(bits.clone(), requires_grad=False)
+        layer.codes.scale = torch.full((2,), 3.0)
+        precision = shardkit.PrecisionPolicy(torch.bfloat16)
+        if dtype is torch.float32:
+            with pytest.raises(ConfigurationError, match="'codes' is a Codes, whose codes are stored as"):
+                fully_shard(layer, precision=precision)
+        else:
+            fully_shard(layer, precision=precision)
+            for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                assert torch.equal(each.codes.scale, torch.full((2,), 3.0))
+                exported = dict(sharding_of(each).export())
+                assert torch.equal(exported["codes"].view(torch.uint8), bits.view(torch.uint8))
+
+
 def test_packed_weights_are_loaded_saved_and_not_trained() -> None:
     rank_pool(2).run(_in_other_ways)
+    rank_pool(2).run(_foreign_codes)
     with pytest.raises(ConfigurationError, match="'int8' or 'nf4'"):
         ReshardPolicy(packing="int3")  # type: ignore[arg-type]

@@ -234,6 +234,9 @@ def _refused(rank: int) -> None:
     sums.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh["tp"], [Partial()]))
     with pytest.raises(ConfigurationError, match=r"'weight' is a DTensor of 2 rows with .*Partial"):
         fully_shard(sums, mesh=mesh["dp"], dtensors=True)
+    fixed = shardkit.ReducePolicy(order="fixed")
+    with pytest.raises(ConfigurationError, match="parameters that tensor parallelism has cut"):
+        fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"], dtensors=True, reduce=fixed)
     model = fully_shard(_split(Net(8), mesh["tp"]), mesh=mesh["dp"], dtensors=True)
     for refused in (
         lambda: copy.deepcopy(model),

@@ -41,7 +41,7 @@ Data: TypeAlias = Any
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})
 _GET = frozenset({"BINGET", "LONG_BINGET"})
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_TUPLES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MAPPINGS = (dict, OrderedDict, Counter)
 _KEYS = (str, int, float, bool, bytes, type(None))
 _SIZED = (str, bytes, bytearray, list, tuple, dict)
@@ -128,11 +128,10 @@ class PickleMachine:
             "BINPERSID": self._persistent,
             "MEMOIZE": self._memoize,
             "MARK": self._mark,
-            "TUPLE": self._tuple,
-            "APPEND": self._append,
-            "APPENDS": self._extend,
-            "SETITEM": self._set_item,
-            "SETITEMS": self._set_items,
+            "APPEND": lambda _: self._extend(self._last(1)),
+            "APPENDS": lambda _: self._extend(self._since_mark()),
+            "SETITEM": lambda _: self._set_items(self._last(2)),
+            "SETITEMS": lambda _: self._set_items(self._since_mark()),
         }
 
     def run(self, source: IO[bytes]) -> Tree:
@@ -153,11 +152,7 @@ class PickleMachine:
             elif name in _EMPTY:
                 self._stack.append(_EMPTY[name]())
             elif name in _TUPLES:
-                count = _TUPLES[name]
-                items = tuple(self._stack[-count:])
-                if len(items) < count:
-                    raise IndexError("a tuple of more than there is")
-                self._stack[-count:] = [items]
+                self._tuple(_TUPLES[name])
             elif name == "STOP":
                 return _kept(self._stack.pop())
             elif name not in ("PROTO", "FRAME"):
@@ -215,40 +210,30 @@ class PickleMachine:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _tuple(self, _: object) -> None:
-        items = tuple(self._since_mark())
+    def _last(self, count: int) -> list[object]:
+        items = self._stack[-count:]
+        del self._stack[-count:]
+        if len(items) < count:
+            raise IndexError("more elements than there are")
+        return items
+
+    def _tuple(self, count: int | None) -> None:
+        items = tuple(self._since_mark() if count is None else self._last(count))
         self._stack.append(items)
 
-    def _append(self, _: object) -> None:
-        item = self._stack.pop()
-        self._list().append(_kept(item))
-
-    def _extend(self, _: object) -> None:
-        items = self._since_mark()
-        self._list().extend(map(_kept, items))
-
-    def _list(self) -> list[object]:
+    def _extend(self, items: list[object]) -> None:
         if type(self._stack[-1]) is not list:
             raise ValueError("appends to what is no list")
-        return self._stack[-1]
+        self._stack[-1].extend(map(_kept, items))
 
-    def _set_item(self, _: object) -> None:
-        value = self._stack.pop()
-        key = self._stack.pop()
-        self._mapping()[key_of(key)] = _kept(value)
-
-    def _set_items(self, _: object) -> None:
-        items = self._since_mark()
+    def _set_items(self, items: list[object]) -> None:
+        target: Data = self._stack[-1]
         if len(items) % 2:
             raise ValueError("a key without a value")
-        target = self._mapping()
+        if type(target) not in _MAPPINGS:
+            raise ValueError("sets an item of what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             target[key_of(key)] = _kept(value)
-
-    def _mapping(self) -> Data:
-        if type(self._stack[-1]) not in _MAPPINGS:
-            raise ValueError("sets an item of what is no dict")
-        return self._stack[-1]
 
 
 def _kept(value: object) -> Data:

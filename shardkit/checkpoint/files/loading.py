@@ -13,7 +13,7 @@ from typing import BinaryIO
 import torch
 from torch import nn
 
-from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
+from ...errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from ...torch_seams.module_versions import versions_of
 from ...types import IncompatibleKeys, SavedState, StateDict, Tree
 from .archive import LOCAL, Archive, Damage, Legacy, View
@@ -81,14 +81,14 @@ def guarded(name: str) -> Iterator[None]:
     """Raises what is found in a file by this name, which is read inside, as errors for users."""
     try:
         yield
+    except ShardkitError:
+        raise
     except NotData as found:
         raise UntrustedFileError(
             f"{name} is not read, since it holds more than tensors, numbers and containers of them: "
             f"{', '.join(map(str, found.args))}. Reading that means running what it says. If you trust whoever "
             "wrote it, pass trust_pickle=True (--trust-pickle on command lines) and save it anew as a state dict"
         ) from found
-    except _Nowhere as found:
-        raise ConfigurationError(str(found)) from found
     except Damage as found:
         raise _damaged(name, str(found)) from found
     except UNREADABLE as error:
@@ -208,15 +208,11 @@ class Reading:
             try:
                 memory = torch.serialization.default_restore_location(storage.memory, place)
             except RuntimeError as error:
-                raise _Nowhere(
+                raise ConfigurationError(
                     f"{self._path}: tensors can't go to {place!r}: {error}; pass map_location"
                 ) from error
             self.storages[key] = Storage(memory, storage.dtype)
         return any(place != "cpu" for place in places.values())
-
-
-class _Nowhere(Exception):
-    """A device that storages can't go to."""
 
 
 def storage_parts(name: tuple[Data, ...]) -> tuple[StorageType, str, str, int]:

@@ -232,11 +232,8 @@ def build(made: Data, state: Data) -> None:
     set_state: Data = made.__setstate__
     if isinstance(made, np.dtype):
         version, order, *rest = state
-        if (
-            version not in (3, 4)
-            or order not in ("<", ">", "|", "=")
-            or rest[:6] != [None, None, None, -1, -1, 0]
-        ):
+        is_plain = version in (3, 4) and rest[:6] == [None, None, None, -1, -1, 0]
+        if not is_plain or order not in ("<", ">", "|", "="):
             raise NotData("a numpy dtype with fields")
         set_state((version, order, *rest[:6]))
         return

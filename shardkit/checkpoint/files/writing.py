@@ -87,8 +87,7 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
         for file in os.scandir(temporary):
             sync(file.path)
         sync(temporary)
-        _take_name_of_folder(temporary, target, os.path.join(above, f"{before}{os.getpid()}.old{_ENDING}"))
-        sync(above)
+        take_name_of_folder(temporary, target, os.path.join(above, f"{before}{os.getpid()}.old{_ENDING}"))
     except OSError as error:
         if isinstance(error, ShardkitError):
             raise
@@ -99,16 +98,20 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _take_name_of_folder(temporary: str, target: str, aside: str) -> None:
-    if not os.path.lexists(target):
-        os.rename(temporary, target)
-        return
-    os.rename(target, aside)
+def take_name_of_folder(temporary: str, target: str, aside: str) -> None:
+    """Gives a folder its name; what has it makes place, and is removed once the new one has it."""
+    is_taken = os.path.lexists(target)
+    if is_taken:
+        os.rename(target, aside)
     try:
         os.rename(temporary, target)
     except OSError:
-        os.rename(aside, target)
+        if is_taken:
+            os.rename(aside, target)
         raise
+    sync(os.path.dirname(target))
+    if not is_taken:
+        return
     if os.path.isdir(aside):
         shutil.rmtree(aside, ignore_errors=True)
     else:

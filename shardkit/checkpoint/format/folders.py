@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import ConfigurationError
-from ..files.writing import is_alive, sync
+from ..files.writing import is_alive, sync, take_name_of_folder
 from .manifest import NAME, read_manifest
 
 try:
@@ -92,14 +92,7 @@ def finish(temporary: str, folder: str, step: int) -> str:
     """Gives a folder, all files of which are synced, its name; a checkpoint of the same step gives way."""
     sync(temporary)
     target = os.path.join(folder, step_name(step))
-    old: str | None = None
-    if os.path.lexists(target):
-        old = _temporary(folder, step, "old")
-        os.rename(target, old)
-    os.rename(temporary, target)
-    sync(folder)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    take_name_of_folder(temporary, target, _temporary(folder, step, "old"))
     return target
 
 

@@ -125,7 +125,9 @@ class Manifest:
     files: Mapping[str, StoredFile]
     hash: str
     versions: Mapping[str, str] = dataclasses.field(default_factory=lambda: versions_here())
-    written: str = dataclasses.field(default_factory=lambda: now())
+    written: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    )
     format: int = FORMAT
 
     @property
@@ -145,11 +147,6 @@ def versions_here() -> dict[str, str]:
     """Tells the versions of this package, torch and Python."""
     own = ".".join(map(str, __version_tuple__))
     return {"shardkit": own, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def now() -> str:
-    """Returns the time, as a manifest has it."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:

@@ -33,6 +33,11 @@ Shape = tuple[int, ...]
 Path = tuple["str | int", ...]
 
 
+def dotted(path: Iterable[object]) -> str:
+    """Joins keys to a name, as DCP's planner does."""
+    return ".".join(map(str, path))
+
+
 class Record(NamedTuple):
     """A piece of a data file.
 

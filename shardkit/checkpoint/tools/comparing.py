@@ -19,11 +19,11 @@ from ..files.archive import View
 from ..format import folders
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import DamagedItem, Manifest, damages, read_manifest
-from ..format.metadata import METADATA, Record, read_metadata
+from ..format.metadata import METADATA, Record, dotted, read_metadata
 from ..rank_states import equal
 from . import hugging_face
 from .opening import files_of_ranks
-from .stored import Checkpoint, StoredTensor, dotted, leaves
+from .stored import Checkpoint, StoredTensor, leaves
 from .torch_files import read_torch_file
 
 
@@ -143,14 +143,12 @@ class _Found:
 
     def see(self, x: StoredTensor, y: StoredTensor) -> None:
         """Compares them, in rows where that can be."""
-        slabs = list(x.slabs()) if list(y.slabs()) else []
-        if not slabs:
-            self._pair(x.read(), y.read(), x, y)
-        for start, stop in slabs:
-            self._pair(x.read_rows(start, stop), y.read_rows(start, stop), x, y)
+        slabs: list[tuple[int, int] | None] = [*x.slabs()] if [*y.slabs()] else []
+        for rows in slabs or [None]:
+            a, b = (t.read() if rows is None else t.read_rows(*rows) for t in (x, y))
+            self._pair(a.to(x.dtype).reshape(-1), b.to(y.dtype).reshape(-1))
 
-    def _pair(self, a: torch.Tensor, b: torch.Tensor, x: StoredTensor, y: StoredTensor) -> None:
-        a, b = a.to(x.dtype).reshape(-1), b.to(y.dtype).reshape(-1)
+    def _pair(self, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
         self.bits = True
@@ -161,9 +159,8 @@ class _Found:
         if unequal:
             self.count += unequal
             largest = float((a - b).abs().masked_fill(same, 0.0).max())
-            self.max_abs = (
-                largest if math.isnan(largest) or math.isnan(self.max_abs) else max(self.max_abs, largest)
-            )
+            is_nan = math.isnan(largest) or math.isnan(self.max_abs)
+            self.max_abs = largest if is_nan else max(self.max_abs, largest)
 
 
 def short(value: object) -> str:

@@ -15,11 +15,12 @@ from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import Manifest, ManifestItem, best_hash, stored_file
+from ..format.metadata import dotted
 from . import rank_files
 from .comparing import same_bits
 from .hugging_face import without_wrappers, write_hugging_face
 from .opening import open_checkpoint
-from .stored import Checkpoint, Path, StoredTensor, at, dotted, leaves, mapped, put
+from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put
 from .torch_files import write_torch_file
 
 
@@ -137,7 +138,7 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
             length = file.tell() - start
             records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
     kind = best_hash()
-    items = [ManifestItem(r.name, r.offset, r.length, "") for r in records]
+    items = [ManifestItem(dotted(r.path), r.offset, r.length, "") for r in records]
     files = {_DATA: stored_file(path, items, kind)}
     manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
     describe(folder, {_DATA: records}, manifest)

@@ -14,7 +14,7 @@ from ...types import StateDict, Tree
 from ..format.folders import latest
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import read_manifest, refuse_damage
-from ..format.metadata import METADATA, Chunk, Record, TensorEntry, read_metadata
+from ..format.metadata import METADATA, Chunk, Record, read_metadata
 from . import hugging_face, rank_files
 from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, mapped, without_layer
 from .torch_files import Contents, held, read_torch_file
@@ -29,7 +29,10 @@ def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
     table, values = read_metadata(folder), {}
     for name in table.paths:
         if name in table.tensors:
-            values[name] = _tensor(folder, name, table.tensors[name])
+            dtype, shape, chunks = table.tensors[name]
+            places = [functools.cache(functools.partial(_place, folder, chunk, dtype)) for chunk in chunks]
+            parts = tuple(StoredPart(c.box, place) for c, place in zip(chunks, places, strict=True))
+            values[name] = StoredTensor(name, tuple(shape), dtype, parts, dtype)
         else:
             values[name] = _object(folder, table.objects[name], trust_pickle)
     try:
@@ -38,14 +41,6 @@ def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
         raise DamagedFileError(
             f"{os.path.join(folder, METADATA)} makes no sense ({error}); take another copy, or an earlier checkpoint"
         ) from None
-
-
-def _tensor(folder: str, name: str, entry: TensorEntry) -> StoredTensor:
-    parts = [
-        StoredPart(chunk.box, functools.cache(functools.partial(_place, folder, chunk, entry.dtype)))
-        for chunk in entry.chunks
-    ]
-    return StoredTensor(name, tuple(entry.shape), entry.dtype, tuple(parts), entry.dtype)
 
 
 def _place(folder: str, chunk: Chunk, dtype: torch.dtype) -> FilePlace:

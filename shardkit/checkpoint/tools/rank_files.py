@@ -274,12 +274,8 @@ def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:
         # as it is with one wrapper: an outer path inside of the shard's name
         names[name] = shard_name(INNER + name)
         infos[names[name]] = {"_orig_size": torch.Size(tensor.shape), "_orig_name": INNER + name}
-    metadata: StateDict = {
-        "shard_info": {"": infos},
-        "flatten_info": {},
-        "buffer_info": {},
-        "world_size": ranks,
-    }
+    metadata: StateDict = {"shard_info": {"": infos}, "flatten_info": {}, "buffer_info": {}}
+    metadata["world_size"] = ranks
     if cut.shared:
         metadata["shared_info"] = dict(cut.shared)
     shards = {names[n]: _shard(t, ranks, _XLA_MULTIPLE) for n, t in cut.params.items()}
@@ -301,12 +297,8 @@ def write_for_fairscale(folder: str, cut: SortedModel, ranks: int) -> None:
             padding = size - max(0, min(size, tensor.numel - rank * size))
             facts = {"names": [name], "shapes": [torch.Size(tensor.shape)], "numels": [tensor.numel]}
             params[name] = {**facts, "padding": padding}
-        entry = {
-            "fsdp_path": "",
-            "params": params,
-            "no_broadcast_optim_state": False,
-            "shared_param_info": shared,
-        }
+        entry = {"fsdp_path": "", "params": params, "no_broadcast_optim_state": False}
+        entry["shared_param_info"] = shared
         metadata = {"param_metadata": [entry], "buffer_names": list(cut.buffers)}
         trees.append({"model": {**shards, **cut.buffers}, METADATA_KEY: metadata})
     _write(folder, [f"rank-{r:05d}-of-{ranks:05d}.pt" for r in range(ranks)], trees, cut)

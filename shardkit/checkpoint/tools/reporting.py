@@ -10,10 +10,11 @@ from ...tracing.tables import counted, in_bytes, plain_table
 from ...types import StateDict
 from ..format.folders import TEMPORARY, steps_in
 from ..format.manifest import read_manifest
+from ..format.metadata import dotted
 from .comparing import Comparison, Verified, short, short_dtype
 from .converting import Converted
 from .opening import open_checkpoint
-from .stored import Checkpoint, StoredTensor, at, dotted
+from .stored import Checkpoint, StoredTensor, at
 
 
 def steps(folder: str) -> list[StateDict]:
@@ -161,15 +162,12 @@ def contents_as_text(found: StateDict) -> Iterator[str]:
         yield "written with " + ", ".join(f"{k} {v}" for k, v in versions.items())
     model = found["model"]
     where = f"in {model['key']!r}, " if model["key"] else ""
-    yield (
-        f"model: {where}{counted(model['tensors'], 'tensor')}, {counted(model['elements'], 'element')}, "
-        f"{in_bytes(model['bytes'])}"
-    )
+    counts = f"{counted(model['tensors'], 'tensor')}, {counted(model['elements'], 'element')}"
+    yield f"model: {where}{counts}, {in_bytes(model['bytes'])}"
     yield f"all: {counted(len(found['tensors']), 'tensor')}, {in_bytes(found['bytes'])}"
-    rows = [
-        (t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), str(t["parts"]))
-        for t in found["tensors"]
-    ]
+    rows = []
+    for t in found["tensors"]:
+        rows.append((t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), str(t["parts"])))
     yield from _table("", ("tensor", "shape", "dtype", "size", "parts"), rows, (3, 4))
     for k, group in enumerate(found["param_groups"]):
         options = ", ".join(f"{n}={v}" for n, v in group.items() if n != "params")

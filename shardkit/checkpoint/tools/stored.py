@@ -20,6 +20,7 @@ from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
 from ...torch_seams.strided_views import memory_of, narrowed, storage_order
 from ...types import StateDict, Tree
+from ..format.metadata import dotted
 
 _LARGE = 1 << 16
 BLOCK = 1 << 22  # bytes that are held at a time beside a tensor
@@ -306,11 +307,6 @@ class Checkpoint:
         for path, value in leaves(self.tree):
             if not isinstance(value, StoredTensor):
                 yield dotted(path), value
-
-
-def dotted(path: Path) -> str:
-    """Joins keys as torch's planner does."""
-    return ".".join(map(str, path))
 
 
 def at(tree: Tree, path: Path) -> Tree:

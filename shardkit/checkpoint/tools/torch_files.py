@@ -19,7 +19,8 @@ from ...types import Tree
 from ..files.archive import LOCAL, Damage, View
 from ..files.loading import Reading, guarded, load, load_data
 from ..files.rebuilding import LOOKING, STORAGES, Storage
-from .stored import FilePlace, Path, StoredPart, StoredTensor, dotted, in_memory, mapped
+from ..format.metadata import dotted
+from .stored import FilePlace, Path, StoredPart, StoredTensor, in_memory, mapped
 
 
 class Contents:
@@ -130,15 +131,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: object) -> object:
         if not isinstance(obj, _Storage):
             return None
+        kind, count = torch.UntypedStorage, obj.numel * obj.dtype.itemsize
         if obj.dtype in _OLD_STORAGES:
-            return (
-                "storage",
-                getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"),
-                obj.key,
-                "cpu",
-                obj.numel,
-            )
-        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.numel * obj.dtype.itemsize)
+            kind, count = getattr(torch, f"{_OLD_STORAGES[obj.dtype]}Storage"), obj.numel
+        return ("storage", kind, obj.key, "cpu", count)
 
     def reducer_override(self, obj: Tree) -> Tree:
         if not isinstance(obj, StoredTensor):

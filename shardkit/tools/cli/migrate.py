@@ -50,10 +50,8 @@ def run(options: argparse.Namespace) -> int:
             print(message)
         if options.diff:
             print(result.diff(), end="")
-    print(
-        f"files {'to change' if dry else 'changed'}: {changed}"
-        + (f", left alone: {failed}" if failed else "")
-    )
+    left = f", left alone: {failed}" if failed else ""
+    print(f"files {'to change' if dry else 'changed'}: {changed}{left}")
     if failed:
         return 2
     return int(options.check and changed > 0)

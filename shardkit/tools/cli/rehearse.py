@@ -62,14 +62,8 @@ def run(options: argparse.Namespace) -> int:
         return 0 if bits.is_good else 1
     if len(sizes) != 1:
         raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
-    report = rehearse(
-        options.program,
-        sizes[0],
-        show=_ranks(options.show, sizes[0]),
-        memory=not options.no_memory,
-        compare=options.compare,
-        **how,
-    )
+    shown, memory = _ranks(options.show, sizes[0]), not options.no_memory
+    report = rehearse(options.program, sizes[0], show=shown, memory=memory, compare=options.compare, **how)
     print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report}")
     return 0 if report.is_good else 1
 

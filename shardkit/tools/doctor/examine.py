@@ -169,11 +169,9 @@ def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
                 "(ethtool) and who else uses it",
             )
         if abs(link.clock) > _CLOCKS:
-            yield Finding(
-                WARNING,
-                f"{name}: clocks differ by {abs(link.clock):.1f} s",
-                "synchronize them (chrony, ntpd)",
-            )
+            what = f"{name}: clocks differ by {abs(link.clock):.1f} s"
+            do = "synchronize them (chrony, ntpd)"
+            yield Finding(WARNING, what, do)
 
 
 def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:
@@ -402,11 +400,9 @@ def _versions() -> dict[str, str]:
 def _check_versions(versions: dict[str, str]) -> Iterator[Finding]:
     ours, needs = versions.get("torch", ""), versions.get("torch_xla", "")
     if needs and ours.split("+")[0].split(".")[:2] != needs.split("+")[0].split(".")[:2]:
-        yield Finding(
-            ERROR,
-            f"torch_xla {needs} beside torch {ours}: it needs its own version of torch",
-            f"pip install torch=={needs.split('+')[0]}, or remove torch_xla",
-        )
+        what = f"torch_xla {needs} beside torch {ours}: it needs its own version of torch"
+        do = f"pip install torch=={needs.split('+')[0]}, or remove torch_xla"
+        yield Finding(ERROR, what, do)
 
 
 def _devices() -> dict[str, object]:
@@ -431,11 +427,9 @@ def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
     if not devices["driver"] or devices["count"]:
         return
     if not devices["torch_built_for"]:
-        yield Finding(
-            WARNING,
-            f"a GPU driver ({devices['driver']}) is here, but this torch was built for CPUs alone",
-            "install torch from the index for your CUDA version (pytorch.org/get-started)",
-        )
+        what = f"a GPU driver ({devices['driver']}) is here, but this torch was built for CPUs alone"
+        do = "install torch from the index for your CUDA version (pytorch.org/get-started)"
+        yield Finding(WARNING, what, do)
     else:
         yield Finding(
             ERROR,
@@ -553,38 +547,30 @@ def _check_ranks(environment: Mapping[str, str]) -> Iterator[Finding]:
         what = "variables of another process's rank"
         if missing:
             what = f"{', '.join(given)} set, but not {', '.join(missing)}"
-        yield Finding(
-            WARNING,
-            f"{what}: libraries read them, each in its own way",
-            f"unset {' '.join(given)}, or set all",
-        )
+        what = f"{what}: libraries read them, each in its own way"
+        do = f"unset {' '.join(given)}, or set all"
+        yield Finding(WARNING, what, do)
     slurm, tasks = environment.get("SLURM_STEP_NUM_TASKS"), environment.get("WORLD_SIZE")
     if slurm and tasks and slurm != tasks and "TORCHELASTIC_RUN_ID" not in environment:
-        yield Finding(
-            WARNING,
-            f"srun started {slurm} tasks, and WORLD_SIZE says {tasks}: shardkit.launch goes by WORLD_SIZE",
-            "unset RANK and WORLD_SIZE, or set them as srun has it",
-        )
+        what = f"srun started {slurm} tasks, and WORLD_SIZE says {tasks}: shardkit.launch goes by WORLD_SIZE"
+        do = "unset RANK and WORLD_SIZE, or set them as srun has it"
+        yield Finding(WARNING, what, do)
     address = environment.get("MASTER_ADDR", "")
     local, world = environment.get("LOCAL_WORLD_SIZE", ""), environment.get("WORLD_SIZE", "")
     is_here = address in ("localhost", "127.0.0.1", "::1")
     if is_here and local and world and local != world:
-        yield Finding(
-            ERROR,
-            f"MASTER_ADDR is {address}, but only {local} of {world} ranks are on this machine",
-            "set it to an address of rank 0's machine that the others reach",
-        )
+        what = f"MASTER_ADDR is {address}, but only {local} of {world} ranks are on this machine"
+        do = "set it to an address of rank 0's machine that the others reach"
+        yield Finding(ERROR, what, do)
 
 
 def check_variables(environment: Mapping[str, str], devices: int) -> Iterator[Finding]:
     yield from _check_ranks(environment)
     local = environment.get("LOCAL_WORLD_SIZE", "")
     if local.isdigit() and 1 < devices < int(local):
-        yield Finding(
-            ERROR,
-            f"{local} ranks on a machine with {devices} visible accelerators",
-            "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES",
-        )
+        what = f"{local} ranks on a machine with {devices} visible accelerators"
+        do = "start as many ranks as accelerators, or correct CUDA_VISIBLE_DEVICES"
+        yield Finding(ERROR, what, do)
     for name, (value, costs, do) in _COSTLY.items():
         if environment.get(name) == value:
             yield Finding(NOTE, f"{name}={value}: {costs}", do)

@@ -86,17 +86,13 @@ def check_names(
             continue
         names = [n for n in known if n.startswith(value)] if is_prefix else [value]
         if not any(n in known for n in names):
-            yield Finding(
-                ERROR,
-                f"{variable} is {environment[variable]}, and there is no such interface",
-                f"name one of those with an address ({usable}), or unset it",
-            )
+            what = f"{variable} is {environment[variable]}, and there is no such interface"
+            do = f"name one of those with an address ({usable}), or unset it"
+            yield Finding(ERROR, what, do)
         elif all(known[n]["state"] == "down" or not known[n]["address"] for n in names if n in known):
-            yield Finding(
-                ERROR,
-                f"{variable} is {environment[variable]}, an interface that is down or has no address",
-                f"name one of those with an address ({usable}), or bring it up: ip link set {value} up",
-            )
+            what = f"{variable} is {environment[variable]}, an interface that is down or has no address"
+            do = f"name one of those with an address ({usable}), or bring it up: ip link set {value} up"
+            yield Finding(ERROR, what, do)
 
 
 def check_own_address(address: str, machines: int, environment: Mapping[str, str]) -> Iterator[Finding]:

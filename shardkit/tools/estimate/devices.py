@@ -2,8 +2,9 @@
 
 Peaks are those of data sheets. ``efficiency``, the part of it that matrix products reach, is fitted or assumed as each
 device's source says. ``memory_share`` and ``link_share`` are what large copies and large all-gathers reach; they are
-taken to be the same on all devices and were not fitted. The latencies of GPUs are those by which NCCL itself chooses
-its algorithms (``src/graph/tuning.cc``, rings of its Simple protocol): a ring passes through all ranks in turn.
+taken to be the same on all devices and were not fitted. ``bus`` is PCIe's, and ``host_bandwidth`` what data sheets say
+of hosts with eight devices; neither was fitted. The latencies of GPUs are those by which NCCL itself chooses its
+algorithms (``src/graph/tuning.cc``, rings of its Simple protocol): a ring passes through all ranks in turn.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from ...errors import ConfigurationError
 from .tape import Event, Issue, Kernel, Mark, Wait
+
+_COPIES = ("copy_up", "copy_down")  # over the bus
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Device:
         network: a rank's part of what its host has to other hosts, in each direction.
         per_host: ranks of a host (of what ``link`` joins).
         axes: ranks of a host are a ring, or a torus of so many axes.
+        bus: to the host's memory, in each direction.
+        host_bandwidth: a rank's part of that of the host's memory.
         start: a collective takes as long whatever its size is.
         hop, far_hop: a collective takes as much more for each rank and for each host that it passes through.
         launch: a kernel takes at least as long.
@@ -48,6 +53,8 @@ class Device:
     network: float
     per_host: int = 8
     axes: int = 1
+    bus: float = 64e9
+    host_bandwidth: float = 77e9
     start: float = 8.4e-6
     hop: float = 3.4e-6
     far_hop: float = 14e-6
@@ -67,6 +74,8 @@ class Device:
 
     def computing(self, kernel: Kernel) -> float:
         """Seconds of a kernel: it computes and moves bytes at the same time."""
+        if kernel.on_host:  # of optimizers, which move bytes
+            return kernel.moved / (self.host_bandwidth * self.memory_share)
         flops = self.flops if kernel.itemsize <= 2 else self.flops_fp32 * 4 / kernel.itemsize
         moving = kernel.moved / (self.memory_bandwidth * self.memory_share)
         return max(kernel.flops / (flops * self.efficiency), moving, self.launch)
@@ -77,6 +86,8 @@ class Device:
         Everything passes each rank once: on its link, and where there are several hosts on the network, which the ranks
         of a host share. Of an all-to-all a rank passes on only its own part.
         """
+        if operation in _COPIES:
+            return nbytes / (self.bus * self.link_share)
         if ranks == 1:
             return 0.0
         hosts = math.ceil(ranks / self.per_host)
@@ -105,6 +116,8 @@ DEVICES = {
         Device(
             "a100",
             *(312e12, 19.5e12, 80 * 2**30, 2.04e12, 300e9, 25e9),
+            bus=32e9,
+            host_bandwidth=51e9,
             efficiency=0.65,
             source=f"{_NVIDIA.format('A100 SXM 80GB', 200)}; efficiency by torchtitan's Llama 3 8B on 64 A100 (2,904 "
             "to 2,973 tokens/s a GPU), whose batch and checkpointing were assumed",
@@ -154,7 +167,9 @@ def device_named(name: str) -> Device:
 # [Note: the clock] A device has two streams. What is computed runs in order on one of them. Collectives run on the
 # other one in the order in which they were issued, one at a time, since they share the links; each begins when what
 # was computed before it was issued is through. A wait holds computation up until a collective is through; that time
-# is exposed. The host is taken to be ahead of the device, and all ranks to be alike.
+# is exposed. The host is taken to be ahead of the device, and all ranks to be alike. Where shards are on the host, the
+# bus carries copies beside both, one at a time in each direction; the host waits for those that come down, computes,
+# and gives the device nothing before it is through: that time is exposed, too, as far as the device is idle.
 #
 # [Note: FSDP2's schedule] torch's FSDP2 (``torch/distributed/fsdp/_fully_shard``) makes the same units' steps by
 # other rules. In forward a unit's gather is issued when the unit is called, on a stream of its own, which waits for
@@ -167,8 +182,8 @@ class Times:
 
     Attributes:
         step: seconds.
-        exposed: seconds of that in which a collective is waited for and nothing is computed.
-        communicating: seconds that collectives take, exposed or not.
+        exposed: seconds of that in which a collective, a copy or the host is waited for and nothing is computed.
+        communicating: seconds that collectives and copies take, exposed or not.
         in_flight: most bytes of collectives that have been issued and not waited for.
     """
 
@@ -180,26 +195,33 @@ class Times:
 
 def clocked(events: Iterable[Event], device: Device, ranks: int) -> Times:
     """Returns the last step of a tape; see [Note: the clock]."""
-    now = free = exposed = busy = 0.0
-    ends: dict[int, float] = {}  # of collectives, by number
+    now = host = exposed = busy = most = 0.0
+    free = dict.fromkeys(("", *_COPIES), 0.0)  # when what carries them is: the links, and the bus
+    ends: dict[int, float] = {}  # of collectives and copies, by number
     waited = {-1: 0.0}  # when computation went on after them
     flying: dict[int, float] = {}
     marks = [(0.0, 0.0, 0.0)]  # of the ends of steps: when, exposed so far, busy so far
-    most = 0.0
     for event in events:
-        if isinstance(event, Kernel):
-            now += device.computing(event)
+        if isinstance(event, Kernel) and event.on_host:
+            host += device.computing(event)
+        elif isinstance(event, Kernel):
+            exposed += max(0.0, host - now)
+            now = max(now, host) + device.computing(event)
         elif isinstance(event, Issue):
-            ready = now if event.after is None else waited[event.after]
+            ready = max(host, now if event.after is None else waited[event.after])
             time = device.communicating(event.operation, event.nbytes, ranks)
-            ends[event.number] = free = max(free, ready) + time
+            carrier = event.operation if event.operation in _COPIES else ""
+            ends[event.number] = free[carrier] = max(free[carrier], ready) + time
             busy += time
-            flying[event.number] = event.nbytes
-            most = max(most, sum(flying.values()))
+            if not carrier:
+                flying[event.number] = event.nbytes
+                most = max(most, sum(flying.values()))
+        elif isinstance(event, Wait) and event.on_host:
+            host = max(host, ends[event.number])
         elif isinstance(event, Wait):
             exposed += max(0.0, ends[event.number] - now)
             waited[event.number] = now = max(now, ends[event.number])
-            del flying[event.number]
+            flying.pop(event.number, None)
         elif event.name == "step":
             marks.append((now, exposed, busy))
     step, waits, communicating = (b - a for a, b in zip(marks[-2], marks[-1], strict=True))

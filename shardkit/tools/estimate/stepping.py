@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigurationError, ShardkitError
 from ...torch_seams.live_memory import LiveTensors
@@ -68,7 +69,9 @@ class MemoryWatch(LiveTensors):
     ) -> Tree:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._tape is not None:
-            self._tape.operation(func, args, kwargs or {}, result)
+            made = {t.untyped_storage()._cdata for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+            on_host = self.is_elsewhere or not made.isdisjoint(self.elsewhere)
+            self._tape.operation(func, args, kwargs or {}, result, on_host)
         if self.bytes > self.peak:
             self.peak, self.peak_at = self.bytes, self.operations
         if self.operations == self._next:

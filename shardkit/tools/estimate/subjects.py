@@ -158,12 +158,8 @@ def kinds_of(sharded: Sharded, resized: Iterable[torch.Tensor]) -> dict[str, lis
     inner = optimizer.optim if isinstance(optimizer, OSS) else optimizer
     entries = [] if copies else inner.state.values()
     moments = [v for entry in entries for v in entry.values() if isinstance(v, torch.Tensor)]
-    return {
-        "parameters": params,
-        "gathered": gathered,
-        "gradients": [*gradients, *resized],
-        "optimizer state": moments,
-    }
+    kinds = {"parameters": params, "gathered": gathered, "gradients": [*gradients, *resized]}
+    return {**kinds, "optimizer state": moments}
 
 
 # ------------------------------------------------------------ subjects
@@ -310,11 +306,7 @@ _CHECKPOINTING: dict[str | bool, Kwargs] = {True: {}, "full": {}, "selective": {
 def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
     """Makes a unit of each part of a model that the integrations take as one."""
     blocks = {id(m) for m in Sharding().units_of(model)}
-    found = [
-        (parent, name, child)
-        for parent in list(model.modules())
-        for name, child in parent.named_children()
-        if id(child) in blocks
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, unit(child))
+    children = [(m, *named) for m in model.modules() for named in m.named_children()]
+    for parent, name, child in children:
+        if id(child) in blocks:
+            setattr(parent, name, unit(child))

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from shardkit.backend import DONE, ReduceOp, Work
+from shardkit.backend import DONE, Copy, ReduceOp, Work
 from shardkit.backends.c10d.group import PIECE, ReduceScatterPlan
 from shardkit.backends.eager import ImaginedBackend, ImaginedGroup
 
@@ -42,10 +42,11 @@ class Kernel(NamedTuple):
     flops: float
     itemsize: int
     moved: float
+    on_host: bool = False
 
 
 class Issue(NamedTuple):
-    """A collective is given to its stream, where it follows those before it and what was computed so far.
+    """A collective, or a copy, is given to its stream, where it follows those before it and what was computed so far.
 
     Attributes:
         number: of this one, from 0.
@@ -60,9 +61,10 @@ class Issue(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Computation from now on needs that collective."""
+    """Computation from now on needs that collective, or copy; ``on_host`` the host goes on when it is through."""
 
     number: int
+    on_host: bool = False
 
 
 class Mark(NamedTuple):
@@ -74,19 +76,22 @@ class Mark(NamedTuple):
 Event: TypeAlias = "Kernel | Issue | Wait | Mark"
 
 
-class TapedWork(Work):
-    """A collective whose wait is recorded, once."""
+class TapedWork(Copy):
+    """A collective or a copy whose wait is recorded, once."""
 
     def __init__(self, tape: Tape, number: int) -> None:
         self._tape, self._number, self._waits = tape, number, True
 
     def is_done(self) -> bool:
-        return False
+        return not self._waits
 
-    def wait(self) -> None:
+    def wait(self, on_host: bool = False) -> None:
         if self._waits:
             self._waits = False
-            self._tape.add(Wait(self._number))
+            self._tape.add(Wait(self._number, on_host))
+
+    def wait_on_host(self) -> None:
+        self.wait(on_host=True)
 
 
 class Tape:
@@ -111,13 +116,15 @@ class Tape:
         self._read, self._written = {}, {}
         self.events += [Kernel(0, 4, moved), event] if moved else [event]
 
-    def collective(self, operation: str, nbytes: float, label: str) -> Work:
-        """Notes that a collective on so many bytes, of all ranks together, is issued."""
-        self.add(Issue(self._issued, operation, nbytes, label))
+    def issue(self, operation: str, nbytes: float, label: str = "", after: int | None = None) -> Copy:
+        """Notes that a collective on so many bytes, of all ranks together, is issued, or a copy of them."""
+        self.add(Issue(self._issued, operation, nbytes, label, after))
         self._issued += 1
         return TapedWork(self, self._issued - 1)
 
-    def operation(self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, result: Tree) -> None:
+    def operation(
+        self, func: torch._ops.OpOverload, args: Args, kwargs: Kwargs, result: Tree, on_host: bool = False
+    ) -> None:
         """Notes that an operation of torch was run."""
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -128,9 +135,9 @@ class Tape:
         reads = {_key(t): _nbytes(t) for t in inputs}
         if func in _FEW:  # not all of what they look into
             reads = {key: min(size, sum(map(_nbytes, outputs))) for key, size in reads.items()}
-        if flops or not self._fuses:
+        if flops or on_host or not self._fuses:
             moved = sum(reads.values()) + sum(map(_nbytes, outputs))
-            self.add(Kernel(flops, outputs[0].element_size() if outputs else 4, moved))
+            self.add(Kernel(flops, outputs[0].element_size() if outputs else 4, moved, on_host))
             return
         for key, size in reads.items():
             if key not in self._written:
@@ -216,7 +223,7 @@ class CountingGroup(ImaginedGroup):
         self.collectives[operation] += 1
         nbytes = tensor.numel() * tensor.element_size()
         self.sent += twice * nbytes * (self.world_size - 1) / self.world_size
-        work = DONE if self.tape is None else self.tape.collective(operation, nbytes, label)
+        work = DONE if self.tape is None else self.tape.issue(operation, nbytes, label)
         if not async_op:
             work.wait()
         return work
@@ -247,6 +254,14 @@ class CountingBackend(ImaginedBackend):
         made = torch.empty(numel, dtype=dtype, device="meta")
         self.pinned_storages.add(made.untyped_storage()._cdata)
         return made
+
+    def copy_down(self, out: torch.Tensor, tensor: torch.Tensor) -> Copy:
+        tape = self.counted.tape
+        return DONE if tape is None else tape.issue("copy_down", out.nbytes)
+
+    def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
+        tape = self.counted.tape
+        return DONE if tape is None else tape.issue("copy_up", out.nbytes, after=-1 if at_once else None)
 
     def device(self) -> torch.device:
         """Tells where that is made which ranks tell each other: it has values, which no other rank changes."""

@@ -56,9 +56,8 @@ class Migrated:
         # Lines of "patch", which end with \n alone; a form feed ends none.
         old, new = (io.StringIO(text, newline="\n").readlines() for text in (self.before, self.after))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
-        return "".join(
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-        )
+        end = "\n\\ No newline at end of file\n"
+        return "".join(line if line.endswith("\n") else line + end for line in lines)
 
     def written(self) -> Migrated:
         """Replaces the file (of a link, what it points to) in one move; its permissions and its owner stay.
@@ -87,17 +86,13 @@ class _ChangedError(Exception):
     """A file has other contents than were read."""
 
 
-class _NoFileError(OSError):
-    """A pipe, a socket, a device: opening it could wait for ever, or do something."""
-
-
 def _read(path: Path) -> bytes:
     """Returns the bytes of a regular file."""
     # Without waiting for whoever may write to a pipe; what is opened is looked at, not what had the name before.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise _NoFileError("it is no regular file")
+            raise OSError("it is no regular file")
         return file.read()
 
 

@@ -99,11 +99,7 @@ def _binds_our_name(node: ast.AST) -> bool:
         return node.id == "shardkit" and not isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.alias):
         return False
-    return "shardkit" in (
-        getattr(node, "name", None),
-        getattr(node, "arg", None),
-        getattr(node, "rest", None),
-    )
+    return any(getattr(node, name, None) == "shardkit" for name in ("name", "arg", "rest"))
 
 
 class _Rewriting:
@@ -273,17 +269,12 @@ class Interfaces:
     """Holds those that were asked for.
 
     Attributes:
-        packages: whose imports are looked at.
         words: one of them is in a source that is to be rewritten.
     """
 
     def __init__(self, xla: bool, torch_fsdp: bool) -> None:
         self._modules = {**(_XLA if xla else {}), **(_TORCH_FSDP if torch_fsdp else {})}
-        self.packages = tuple(dict.fromkeys(path.split(".")[0] for path in self._modules))
-        self.words = (
-            *(("torch_xla",) if xla else ()),
-            *(("fsdp", "checkpoint.state_dict") if torch_fsdp else ()),
-        )
+        self.words = ("torch_xla",) * xla + ("fsdp", "checkpoint.state_dict") * torch_fsdp
 
     def ours(self, path: str) -> str | None:
         """Finds where shardkit has a module, or what is below it."""

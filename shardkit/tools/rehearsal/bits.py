@@ -81,10 +81,8 @@ def rehearse_bits(
             taken[rank].append(parts_of(optimizer))
 
         report = reports[size] = rehearse(target, size, show=(), memory=False, after_step=take, **options)
-        whole = [
-            Moment(_losses(report, k), parameters=_joined(parts))
-            for k, parts in enumerate(zip(*taken, strict=False))
-        ]
+        steps = enumerate(zip(*taken, strict=False))
+        whole = [Moment(_losses(report, k), parameters=_joined(parts)) for k, parts in steps]
         if size == ranks[0]:
             first = whole
         elif report.is_good and reports[ranks[0]].is_good:

@@ -41,7 +41,7 @@ from .ranks import (
     watching,
 )
 from .report import Report
-from .torch_world import SharedStore, leave, torch_worlds
+from .torch_world import SharedStore, torch_worlds
 
 _STOOD_FOR = ("gloo", "cuda", "simulated")  # shardkit's backends that the rehearsal's serves
 
@@ -162,7 +162,8 @@ class _Rehearsal:
             except EnoughSteps:
                 return None
             finally:
-                leave(rank)
+                if rank.world.get("default_pg") is not None:
+                    dist.destroy_process_group()
                 rank.main = None
 
 
@@ -289,8 +290,7 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
                 f"--ranks {nprocs}, or let the script spawn as many"
             )
         fn(rank.number, *args)
-        return SimpleNamespace(
-            join=lambda *args, **kwargs: True
-        )  # as with join=False: processes that have ended
+        # as with join=False: processes that have ended
+        return SimpleNamespace(join=lambda *args, **kwargs: True)
 
     return spawn

@@ -199,14 +199,8 @@ def _handling(outside: Tree) -> Tree:
 def named_main(rank: Rank, file: str, package: str | None, spec: Tree) -> ModuleType:
     """Returns a new module ``__main__`` for the rank."""
     module = ModuleType("__main__")
-    module.__dict__.update(
-        __file__=file,
-        __package__=package,
-        __spec__=spec,
-        __loader__=None,
-        __cached__=None,
-        __builtins__=__builtins__,
-    )
+    module.__dict__.update(__file__=file, __package__=package, __spec__=spec, __builtins__=__builtins__)
+    module.__dict__.update(__loader__=None, __cached__=None)
     rank.main = module
     return module
 

@@ -79,12 +79,6 @@ def torch_worlds(store: SharedStore) -> Iterator[None]:
         yield
 
 
-def leave(rank: Rank) -> None:
-    """Forgets the groups of a rank whose thread ends."""
-    if rank.world.get("default_pg") is not None:
-        dist.destroy_process_group()
-
-
 def _rendezvous(outside: Callable[..., Tree], store: SharedStore) -> Callable[..., Tree]:
     def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: object) -> Tree:
         here = current()

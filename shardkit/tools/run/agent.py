@@ -249,11 +249,8 @@ class Agent(LocalElasticAgent):
 
     def _left(self) -> list[Failure]:
         """Lists ranks that ended with status 0."""
-        return [
-            self._failure(rank, pid, 0, LEFT)
-            for rank, (pid, status) in self._processes().items()
-            if status == 0
-        ]
+        ended = {rank: pid for rank, (pid, status) in self._processes().items() if status == 0}
+        return [self._failure(rank, pid, 0, LEFT) for rank, pid in ended.items()]
 
     def _hanging(self) -> list[Failure]:
         """Lists ranks that live and don't wait for another one."""
@@ -298,12 +295,9 @@ class Agent(LocalElasticAgent):
         is_signalled = False
         while True:
             waited, failures = time.monotonic() - began, self._failures()
-            silent = [
-                r
-                for r in self._living()
-                if not where_it_stood(self._logs.files(r))
-                and not self._logs.files(r).with_suffix(".error.json").exists()
-            ]
+            files = {r: self._logs.files(r) for r in self._living()}
+            silent = [r for r, f in files.items() if not where_it_stood(f)]
+            silent = [r for r in silent if not files[r].with_suffix(".error.json").exists()]
             if waited > _BRIEF and silent and not is_signalled:
                 is_signalled = True
                 self._ask_for_stacks(silent)
@@ -327,14 +321,12 @@ class Agent(LocalElasticAgent):
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
         """Asks ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
+        living = self._living()
         for rank in ranks:
-            if (
-                STACKS_SIGNAL
-                and self._logs.files(rank).with_suffix(".stacks").exists()
-                and rank in self._living()
-            ):
+            has_begun = self._logs.files(rank).with_suffix(".stacks").exists()
+            if STACKS_SIGNAL and has_begun and rank in living:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._living()[rank], STACKS_SIGNAL)
+                    os.kill(living[rank], STACKS_SIGNAL)
 
     def _publish_elsewhere(self, cause: FailureNotice) -> None:
         note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
@@ -366,10 +358,8 @@ class Agent(LocalElasticAgent):
         """Decides how the job goes on; in words."""
         options, spec = self._job.options, self._worker_group.spec
         if self._job.is_cut_off:
-            return (
-                f"This machine leaves the job, since it does not reach {options.rendezvous}. To come back: "
-                f"{options.command}"
-            )
+            why = f"it does not reach {options.rendezvous}"
+            return f"This machine leaves the job, since {why}. To come back: {options.command}"
         if self._remaining_restarts == 0:
             return f"To resume: {options.command}"
         number = spec.max_restarts - self._remaining_restarts + 1

@@ -300,20 +300,13 @@ def _exposed(found: Analysis) -> Iterator[Advice]:
         total, (most, name) = sum(time for time, _ in times), max(times)
         nbytes = found.units[name].nbytes
         where = f"{in_time(most)} of it {name}'s" + (f" ({in_bytes(nbytes)})" if nbytes else "")
-        yield Advice(
-            f"exposed {kind}",
-            f"{in_time(total)} a step are waits for {_KINDS.get(kind, kind)}, which nothing hides; {where}",
-            _EXPOSED_REMEDIES.get(kind, _OTHER_REMEDY),
-            total,
-        )
+        what = f"{in_time(total)} a step are waits for {_KINDS.get(kind, kind)}, which nothing hides; {where}"
+        change = _EXPOSED_REMEDIES.get(kind, _OTHER_REMEDY)
+        yield Advice(f"exposed {kind}", what, change, total)
     for name, time in found.others.exposed.items():
         own = time - found.others.late[name]
-        yield Advice(
-            "exposed communication",
-            f"{in_time(own)} a step are waited for {name}, which nothing hides",
-            _OTHER_REMEDY,
-            own,
-        )
+        what = f"{in_time(own)} a step are waited for {name}, which nothing hides"
+        yield Advice("exposed communication", what, _OTHER_REMEDY, own)
 
 
 def _uneven(found: Analysis) -> Iterator[Advice]:
@@ -348,12 +341,9 @@ def _small_units(found: Analysis) -> Iterator[Advice]:
 def _loading(found: Analysis) -> Iterator[Advice]:
     time = found.phases.get("data", 0.0)
     if not any(late.place.phase == "data" for late in found.late):
-        yield Advice(
-            "data",
-            f"{in_time(time)} a step all ranks wait for their batches",
-            "give the DataLoader workers (num_workers), and pin_memory for devices",
-            time,
-        )
+        what = f"{in_time(time)} a step all ranks wait for their batches"
+        change = "give the DataLoader workers (num_workers), and pin_memory for devices"
+        yield Advice("data", what, change, time)
 
 
 _OF_UNITS = ("forward", "backward", "recomputation")
@@ -372,12 +362,8 @@ def _tables(found: Analysis) -> Iterator[Table]:
         rows.append((name, in_bytes(u.nbytes) if u.nbytes else "", *map(_if_any, times)))
     for name, time in found.others.exposed.items():
         rows.append((name, "", "", "", "", "", in_time(time), _if_any(found.others.late[name])))
-    yield (
-        "A step of each unit: work, and what is waited for (mean of ranks and steps)",
-        head,
-        rows,
-        range(1, 8),
-    )
+    title = "A step of each unit: work, and what is waited for (mean of ranks and steps)"
+    yield title, head, rows, range(1, 8)
     head_of_ranks = ("rank", "works", "waits", "of that for late ranks", "works %")
     ranks = []
     for rank, busy in found.busy_us.items():

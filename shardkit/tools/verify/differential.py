@@ -272,11 +272,10 @@ Library = Literal["fairscale", "shardkit"]
 
 def run_on_ranks(experiment: Experiment, library: Library, task: _Task) -> Trace:
     """Returns what the ranks saw, the same on each of them. Needs a process group."""
-    kinds: dict[str, type[_Wholes | _Shards | _FullySharded]] = {
-        "fsdp": _Shards,
-        "fully_shard": _FullySharded,
-    }
-    run = kinds.get(task.strategy, _Wholes)(experiment, library, task.strategy, dict(task.options))
+    kind: type[_Wholes | _Shards | _FullySharded] = _Wholes
+    if task.strategy in ("fsdp", "fully_shard"):
+        kind = _Shards if task.strategy == "fsdp" else _FullySharded
+    run = kind(experiment, library, task.strategy, dict(task.options))
     rank, world, trace = dist.get_rank(), dist.get_world_size(), []
     for step in range(task.steps):
         run.wrapper.zero_grad(set_to_none=True)
@@ -311,6 +310,7 @@ class _Wholes:
             fairscales = importlib.import_module(f"{library}.nn.data_parallel").ShardedDataParallel
             wrapper = ShardedDDP if "reduce" in options else fairscales
             self.wrapper = wrapper(self.module, self.optimizer, **options)
+        self.clip = self.optimizer.clip_grad_norm
 
     def gradients(self) -> Tensors:
         owners, rank = self.optimizer._param_to_rank, dist.get_rank()
@@ -321,9 +321,6 @@ class _Wholes:
         }
         found = {n: g for part in _of_all(mine) for n, g in part.items()}
         return {n: found[n] for n, _ in self.module.named_parameters()}
-
-    def clip(self, norm: float) -> None:
-        self.optimizer.clip_grad_norm(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         parameters = {n: p.detach().clone() for n, p in self.module.named_parameters()}
@@ -348,15 +345,14 @@ class _Shards:
                 experiment.wrap(module, wrapping.wrap)
         self.wrapper: Any = module if isinstance(module, fsdp) else fsdp(module, **options)
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+        self.clip = self.wrapper.clip_grad_norm_
 
     def gradients(self) -> Tensors:
         """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
         shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
         world_size = dist.get_world_size()
-        grads = {
-            n.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): p.grad
-            for n, p in self.wrapper.named_parameters()
-        }
+        named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in self.wrapper.named_parameters()]
+        grads = {n.replace("_fpw_module.", ""): p.grad for n, p in named}
         for unit in metadata["param_metadata"]:
             for name, info in unit["params"].items():
                 key = ".".join(filter(None, (unit["fsdp_path"], name)))
@@ -366,9 +362,6 @@ class _Shards:
         shards, all_metadata = zip(*_of_all((shard, metadata)), strict=True)
         whole = type(self.wrapper).consolidate_shard_weights(list(shards), list(all_metadata))
         return {n: _plain(whole[n]) for n in self._parameters}
-
-    def clip(self, norm: float) -> None:
-        self.wrapper.clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         state = self.wrapper.state_dict()
@@ -388,6 +381,7 @@ class _FullySharded:
             experiment.wrap(self.wrapper, lambda part, **more: fully_shard(part, **{**options, **more}))
         fully_shard(self.wrapper, **options)
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
+        self.clip = sharding_of(self.wrapper).clip_grad_norm_
 
     @torch.no_grad()
     def gradients(self) -> Tensors:
@@ -400,9 +394,6 @@ class _FullySharded:
         for p, value in zip(shards, values, strict=True):
             p.copy_(value)
         return found
-
-    def clip(self, norm: float) -> None:
-        sharding_of(self.wrapper).clip_grad_norm_(norm)
 
     def values(self) -> tuple[Tensors, Tensors]:
         with sharding_of(self.wrapper).summon_full_params(writeback=False):

@@ -32,16 +32,13 @@ class NoStream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
     def record_event(self, event: object = None) -> NoStream:
         return self
 
-    def record(self, stream: object = None) -> None: ...
+    def synchronize(self, *other: object) -> None:
+        """Does nothing."""
+
+    wait_stream = wait_event = record = synchronize
 
 
 def _returning(value: object) -> AnyCallable:
