@@ -210,21 +210,11 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
             if homes.setdefault(m, mate.home) == mate.home:
                 found.modules.append((path, m))
     for below in found.below:
-<<<<<<< HEAD
         wake(below)
         _make_room(state, below)
     ignored = set(map(id, state.ignored.parameters))
     by_param: dict[int, OriginalParameter] = {}
     are_plain = options.reshard.frozen != "packed"
-=======
-        if below.is_asleep:
-            wake(below)
-    found.modules = state.own_modules()
-    ignored = {id(p) for p in state.ignored.parameters}
-    by_param: dict[int, int] = {}
-    home = state.home if state.mates else 0
-    packing = state.options.reshard.packing if state.options.reshard.frozen == "packed" else None
->>>>>>> main
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -402,6 +392,7 @@ def _check(units: Sequence[Found]) -> None:
             check_options(options, group)
         if options.precision.compression or options.reduce.compression or options.reduce.order:
             _check_reduction(found)
+        _check_codes(found, options.precision.compute)
         if options.reshard.sends_changes:
             _check_changes(found, options.precision.compression)
         if options.flatten:
@@ -415,7 +406,6 @@ def _check(units: Sequence[Found]) -> None:
 
 def _check_reduction(found: Found) -> None:
     state = found.state
-<<<<<<< HEAD
     options, group, reduce = state.options, state.group, state.options.reduce
     for compression, wire in ((options.precision.compression, None), (reduce.compression, reduce.dtype)):
         if compression is not None:
@@ -428,33 +418,6 @@ def _check_reduction(found: Found) -> None:
             refuse_replicas(reduce, group, state.replicas)
         if found.mesh is not None:
             refuse_other(reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up")
-=======
-    options, group = state.options, state.group
-    check_options(options.reduce, options.offload, group.backend)
-    if options.offload.masters or options.offload.activations:
-        _check_copies(options, group.backend)
-    floats = [o.param.dtype for o in found.originals if o.param.dtype.is_floating_point]
-    computed = [options.precision.compute or dtype for dtype in floats]
-    check_compressible(options.precision.compression, computed, group.backend)
-    check_compressible(
-        options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
-    )
-    _check_codes(found, options.precision.compute)
-    if options.reshard.sends_changes:
-        _check_changes(found, options.precision.compression)
-    check_order(options.reduce, group.world_size, found.modules)
-    if state.replicas is not None and state.replicas.world_size > 1:
-        refuse_replicas(options.reduce, group, state.replicas)
-    if mesh_of(found.originals) is not None:
-        refuse_other(
-            options.reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up"
-        )
-    if group.world_size > 1:
-        _refuse_writers(found)
-    if options.flatten:
-        _check_names(found)
-    return _mesh_of_dtensors(found) if options.dtensors and found.originals else None
->>>>>>> main
 
 
 def check_options(options: Options, group: Group) -> None:
@@ -503,7 +466,7 @@ def _check_lazy(options: Options, group: Group) -> None:
 
 def _check_codes(found: Found, compute: torch.dtype | None) -> None:
     """Raises ConfigurationError where codes that are stored as floating-point numbers would be cast."""
-    for name, param in zip(found.names, (o.param for o in found.originals), strict=True):
+    for name, param in [(o.name, o.param) for o in found.originals]:
         dtype = param.dtype
         if compute not in (None, dtype) and dtype.is_floating_point and hasattr(param, "quant_state"):
             raise ConfigurationError(

@@ -39,20 +39,16 @@ from .originals import (
     backward_when_summoned,
     note_originals,
 )
-<<<<<<< HEAD
 from .registered import (
     Registered,
     RegisteredShards,
     ShardedFlatParameter,
     UnlistedShard,
     class_of,
+    filled_by_parts,
     watch_asked_gradients,
 )
-from .store import FULL, SUMMONED, Store, store_for
-=======
-from .registered import Registered, RegisteredShards, UnlistedShard, filled_by_parts, note_registered
 from .store import FULL, KEPT, RELEASED, SUMMONED, Store, store_for
->>>>>>> main
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
