@@ -107,7 +107,7 @@ NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli m
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
   checkpoint/test_files.py $(addprefix clients/test_,torchrun.py fsdp2_trainer.py) $(addprefix running/test_,run.py started.py) \
   rehearsal/test_scripts.py $(addprefix tracing/test_,run.py command.py metrics.py) \
-  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py fairscale_faults.py large.py one_order.py) \
+  $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py large.py one_order.py) \
   backends/test_lifetimes.py $(addprefix border/test_,libraries.py same_bits.py) \
   $(addprefix whole_parameters/test_,oss.py plan.py rules.py state.py) \
   $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \

@@ -15,6 +15,18 @@ Loss = Callable[[Any, int, int], torch.Tensor]  # of a model, for the batch of a
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
+def batch(rank: int, step: int, size: int = 5, features: int = 6) -> torch.Tensor:
+    """A rank's inputs at a step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, features, generator=generator)
+
+
+def mean_square(model: Any, rank: int, step: int) -> torch.Tensor:
+    """Of the model's output on the rank's inputs, where the model is."""
+    output: torch.Tensor = model(batch(rank, step).to(next(model.parameters()).device))
+    return output.square().mean()
+
+
 def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The values of all ranks where they are DTensors, on the CPU."""
     return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).cpu() for name, v in state.items()}
@@ -45,6 +57,7 @@ def assert_same(
 def steps_beside(
     rank: int, world_size: int, model: Any, plain: Any, loss: Loss,
     optimizers: Sequence[Optimizer] | None = None, steps: Iterable[int] = range(3),
+    before_step: Callable[[], object] = lambda: None,
 ) -> None:  # fmt: skip
     """Steps of a rank's model on its own loss, and of one process on the mean of all ranks' losses."""
     optimizers = optimizers or [SGD(m.parameters()) for m in (model, plain)]
@@ -53,6 +66,7 @@ def steps_beside(
             optimizer.zero_grad()
         loss(model, rank, step).backward()
         torch.stack([loss(plain, r, step) for r in range(world_size)]).mean().backward()
+        before_step()
         for optimizer in optimizers:
             optimizer.step()
 

@@ -16,8 +16,8 @@ import shardkit
 from shardkit.nn.data_parallel import ShardedDataParallel
 from shardkit.optim.oss import OSS
 from shardkit.utils.testing import DummyProcessGroup
+from tests.beside import batch
 from tests.pools import on_ranks
-from tests.scenarios import batch
 
 
 @on_ranks(2)

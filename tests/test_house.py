@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_332,  # the files right there
     "shardkit/checkpoint": 6_780,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_889,
+    "shardkit/fsdp": 10_855,
     "shardkit/integrations": 530,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 2_945,
     "shardkit/pipeline": 1_535,
     "shardkit/reduction": 1_568,
-    "shardkit/tools": 8_032,
+    "shardkit/tools": 8_035,
     "shardkit/torch_seams": 1_305,
     "shardkit/tracing": 1_635,
     "shardkit/training": 4_865,

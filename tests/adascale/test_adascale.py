@@ -339,26 +339,6 @@ def test_arguments() -> None:
         params[0].sum().backward()
 
 
-def test_scale_and_count_while_training() -> None:
-    model, optimizer = small(smoothing=0.5)
-    backward(model, 0, 1)
-    variance = optimizer._grad_var_avg()
-    optimizer.set_scale(4.0)
-    assert optimizer._grad_var_avg() == pytest.approx(variance / 2)
-    optimizer.set_scale(2.0, update_estimate=False)
-    assert optimizer._grad_var_avg() == pytest.approx(variance / 2)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.set_num_gradients_to_accumulate(3, update_smoothing=False)
-    assert optimizer.smoothing == 0.5
-    optimizer.set_num_gradients_to_accumulate(3)
-    assert optimizer.smoothing == 1 - 3 / 1000
-    backward(model, 0, 1)
-    assert optimizer._local_grad_sqr is not None
-    backward(model, 2)
-    assert optimizer._local_grad_sqr is None
-
-
 def test_an_added_group_starts_with_its_own_steps() -> None:
     for debias in (True, False):
         # of the steps before, no average is left but that of smoothing

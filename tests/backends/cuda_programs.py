@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import nn
 from shardkit import FSDP, OSS, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, ShardedDDP
 from shardkit.backend import get_backend
 from shardkit.nn import FullyShardedDataParallel
+from tests.beside import assert_same, mean_square, steps_beside
 from tests.fsdp_models import MODELS, batch, build
-from tests.scenarios import compare, square_loss
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -74,36 +73,19 @@ def train_fsdp(rank: int, world_size: int, name: str, options: str, backend: str
     if name.startswith("tied"):
         model.head.weight = model.embed.weight
     model = wrap(model, lambda m: FSDP(m, **given))
-    first = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        xs = batch(step, world_size)
-        first.zero_grad()
-        second.zero_grad()
-        torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
-        model(xs[rank].to(device)).float().pow(2).mean().backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        x = batch(step, world_size)[r]
+        return m(x if m is plain else x.to(device)).float().square().mean()
+
+    def clip() -> None:
         model.clip_grad_norm_(0.5)
-        first.step()
-        second.step()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    steps_beside(rank, world_size, model, plain, loss, optimizers, range(4), clip)
     tolerance = 3e-2 if options == "bf16" else 1e-4
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(
-            model.state_dict()[key].cpu(),
-            value,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda m, k=key: f"{k}: {m}",
-        )
-
-
-def _steps(engine: Any) -> Iterator[str]:
-    for step in range(3):
-        engine.zero_grad("wrapper")
-        engine.backward(square_loss(step))
-        engine.clip(0.5)
-        engine.optimizer.step()
-        yield "step"
+    assert_same(model, plain, name, tolerance, tolerance)
 
 
 def _mlp() -> nn.Module:
@@ -112,7 +94,17 @@ def _mlp() -> nn.Module:
 
 def train_sharded_ddp(rank: int, backend: str = "cuda") -> None:
     """Against one process, on 2 ranks."""
-    compare(rank, 2, _mlp, _steps, backend=backend, tolerance=1e-5)
+    plain, inner = build(_mlp), build(_mlp).to(get_backend(backend).device())
+    oss = OSS(inner.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+
+    def clip() -> None:
+        oss.clip_grad_norm(0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+
+    model = ShardedDDP(inner, oss)
+    steps_beside(rank, 2, model, plain, mean_square, [oss, optimizer], range(3), clip)
+    assert_same(model, plain, f"rank {rank}", 1e-4, 1e-5)
 
 
 def _layers(count: int, width: int, device: torch.device) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""A small model under each strategy, and beside it the same model in one process.
+"""Small models under each strategy, and beside one of them the same model in one process.
 
 Sizes are uneven on purpose: flat parameters are padded, original parameters lie across the borders of shards.
 """
@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from shardkit import FSDP, OSS, ShardedDDP, fully_shard
+from shardkit import FSDP, OSS, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard
 from tests.beside import assert_same
+from tests.fsdp_models import WIDTH
 from tests.pools import rank_pool
 
 STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp"]
@@ -119,3 +120,34 @@ def run(world: tuple[int, str], program: Callable[..., Any], *args: Any) -> list
     """Runs ``program(rank, world_size, *args)`` on every rank; returns their results."""
     world_size, backend = world
     return rank_pool(world_size, backend).run(program, world_size, *args)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unflattened": {"flatten": False},
+    "bf16": {"precision": PrecisionPolicy(compute=torch.bfloat16, buffers=torch.bfloat16)},
+    "kept": {"reshard": ReshardPolicy(after_forward=False)},
+}
+
+
+class Net(nn.Module):
+    """Two units below the root; a layer of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh())
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.block(x)))
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.cat([self(x), self.forward(x)], 1)
+        return x
+
+
+def wrap(model: Any, **options: Any) -> Any:
+    model.block, model.norm = FSDP(model.block, **options), FSDP(model.norm, **options)
+    return FSDP(model, **options)

@@ -12,7 +12,7 @@ from torch import nn
 from shardkit import FSDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.beside import assert_same
-from tests.border.nets import OPTIONS, Net, wrap
+from tests.border.strategies import OPTIONS, Net, wrap
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 from shardkit import FSDP, PrecisionPolicy
 from shardkit.errors import LifecycleError
 from tests.beside import assert_same, train_beside
-from tests.border.nets import OPTIONS, Net, wrap
+from tests.border.strategies import OPTIONS, Net, wrap
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks
 

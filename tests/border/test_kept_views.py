@@ -13,7 +13,7 @@ from torch import nn
 
 from shardkit import FSDP, ReshardPolicy
 from shardkit.errors import LifecycleError
-from tests.border.nets import Net, wrap
+from tests.border.strategies import Net, wrap
 from tests.fsdp_models import batch, build
 from tests.pools import on_ranks
 

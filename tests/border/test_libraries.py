@@ -5,7 +5,6 @@ Models are made from small configurations; nothing is downloaded.
 
 from __future__ import annotations
 
-import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -105,27 +104,6 @@ def test_transformers(rank: int, world_size: int, nested: bool, flatten: bool, t
     assert torch.equal(mine, truth.eval().generate(tokens(0), max_new_tokens=4, do_sample=False))
     with pytest.raises(ConfigurationError, match="before it is wrapped"):
         model.set_input_embeddings(nn.Embedding(40, 16))
-
-
-@on_ranks(1, 2)
-def test_transformers_in_place(rank: int, world_size: int, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    model, truth = llama(), llama()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    assert type(model) is LlamaForCausalLM
-    assert inspect.signature(model.forward) == inspect.signature(truth.forward)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in truth.named_parameters()]
-    model.gradient_checkpointing_enable()
-    model.train()
-    train(model, truth, rank, world_size)
-    model.save_pretrained(tmp_path)
-    dist.barrier()
-    assert gap(LlamaForCausalLM.from_pretrained(tmp_path).state_dict(), truth.state_dict()) <= 1e-6
-    mine = model.eval().generate(tokens(0), max_new_tokens=4, do_sample=False)
-    assert torch.equal(mine, truth.eval().generate(tokens(0), max_new_tokens=4, do_sample=False))
 
 
 @on_ranks(2)

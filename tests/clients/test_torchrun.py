@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tests.clients import test_self_supervised, test_sequence_trainer, test_zero_trainer
-from tests.clients.under_torchrun import SELF_SUPERVISED, SEQUENCE, SEQUENCE_STEPS, ZERO
+from tests.clients import test_sequence_trainer, test_zero_trainer
+from tests.clients.under_torchrun import SEQUENCE, SEQUENCE_STEPS, ZERO
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +32,3 @@ def test_clients_under_torchrun(tmp_path: Path) -> None:
         name = f"zero{number}"
         (tmp_path / f"{name}alone").mkdir()
         test_zero_trainer.check([f[name] for f in found], args, tmp_path / f"{name}alone")
-    test_self_supervised.check(
-        [f["self_supervised"] for f in found], tmp_path / "self_supervised", SELF_SUPERVISED, 2
-    )

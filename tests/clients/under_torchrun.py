@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clients import (
-    self_supervised,
     sequence_trainer,
-    test_self_supervised,
     test_sequence_trainer,
     test_zero_trainer,
     zero_trainer,
@@ -27,20 +25,18 @@ ZERO = [
     zero_trainer.Arguments(frozenset({"simple"}), accumulation=2),
     zero_trainer.Arguments(frozenset({"zero_dp_3", "auto_wrap"})),
 ]
-SELF_SUPERVISED = self_supervised.Config(accumulation=2)
 
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     world = dist.get_world_size()
-    for name in ("sequence", "zero0", "zero1", "self_supervised"):
+    for name in ("sequence", "zero0", "zero1"):
         (folder / name).mkdir(exist_ok=True)
     found = {
         "sequence": test_sequence_trainer.run(rank, SEQUENCE, str(folder / "sequence"), SEQUENCE_STEPS),
         "zero0": test_zero_trainer.train(ZERO[0], world, rank, folder / "zero0"),
         "zero1": test_zero_trainer.train(ZERO[1], world, rank, folder / "zero1"),
-        "self_supervised": test_self_supervised.run(rank, SELF_SUPERVISED, folder / "self_supervised"),
     }
     torch.save(found, folder / f"rank{rank}.pt")
 

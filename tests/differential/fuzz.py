@@ -1,7 +1,7 @@
 """Draws new programs for as long as told, and keeps what fails as tests: ``make fuzz MINUTES=30``.
 
     python -m tests.differential.fuzz --minutes 30
-    python -m tests.differential.fuzz --minutes 30 tests/differential/test_fsdp_machine.py
+    python -m tests.differential.fuzz --minutes 30 tests/differential/test_fsdp_truth.py
 
 Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``).
 

@@ -20,11 +20,13 @@ from shardkit.nn import pipe as ours
 from shardkit.nn.pipe import balance as our_balance
 from shardkit.nn.pipe import skip as our_skip
 from shardkit.nn.pipe.balance.blockpartition import solve
+from shardkit.nn.pipe.skip.layout import inspect_skip_layout
 
 pytest.importorskip("fairscale.nn.pipe")
 from fairscale.nn import pipe as theirs
 from fairscale.nn.pipe import skip as their_skip
 from fairscale.nn.pipe.balance.blockpartition import solve as their_solve
+from fairscale.nn.pipe.skip.layout import inspect_skip_layout as their_layout
 
 pytestmark = pytest.mark.oracle
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {
@@ -236,3 +238,50 @@ def test_balance_by_size() -> None:
     sizes = our_balance.profile_sizes(module, torch.randn(6, 4), 2, 3.0, torch.device("cpu"))
     assert sizes == [8 * 4 * 3 + 40 * 4 * 3, 8 * 4 * 3, 100 * 4 * 3 + 900 * 4 * 3, 0]
     assert our_balance.balance_by_size(2, module, torch.randn(6, 4), chunks=2, device="cpu") == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------ routes of skip tensors
+def _layers(
+    library: Any, routes: list[tuple[int, int]], isolated: bool, partitions: int
+) -> list[nn.Sequential]:
+    """A layer that stashes and one that pops for each route, under names of their own or in namespaces."""
+    module: list[list[nn.Module]] = [[] for _ in range(partitions)]
+    for k, (here, there) in enumerate(routes):
+        name = "same" if isolated else f"name{k}"
+
+        class Stashing(nn.Module):
+            def forward(self, x):  # type: ignore[no-untyped-def]
+                yield library.stash(name, x)  # noqa: B023
+                return x
+
+        class Popping(nn.Module):
+            def forward(self, x):  # type: ignore[no-untyped-def]
+                return x + (yield library.pop(name))  # noqa: B023
+
+        both = [library.skippable(stash=[name])(Stashing)(), library.skippable(pop=[name])(Popping)()]
+        if isolated:
+            space = library.Namespace()
+            both = [layer.isolate(space) for layer in both]
+        module[here].append(both[0])
+        module[max(here, there)].append(both[1])
+    return [nn.Sequential(*layers) for layers in module]
+
+
+@given(
+    st.booleans(), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=5)
+)
+def test_routes(isolated: bool, partitions: int, routes: list[tuple[int, int]]) -> None:
+    routes = [(here % partitions, there % partitions) for here, there in routes]
+    ours = inspect_skip_layout(_layers(our_skip, routes, isolated, partitions))
+    right = their_layout(_layers(their_skip, routes, isolated, partitions))
+    for k in range(partitions):
+        for of in ("copy_policy", "copy_policy_by_src"):
+            found, expected = (
+                [(j, ns is not None, name) for j, ns, name in getattr(layout, of)(k)]
+                for layout in (ours, right)
+            )
+            assert found == expected, of
+    assert [ours.requires_copy(*key) for key in ours.by_ns_name] == [
+        right.requires_copy(*key) for key in right.by_ns_name
+    ]
+    assert not ours.requires_copy(None, "of nobody")

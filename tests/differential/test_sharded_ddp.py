@@ -11,7 +11,7 @@ from hypothesis import assume, given
 
 from tests.programs.fairscale_limits import fairscale_limit
 from tests.programs.running import check_three_ways, examples
-from tests.programs.spec import Clip, OptimizerSpec, Program, Save, Sharded, Step, Train, ZeroGrad, stack
+from tests.programs.spec import Program, Save, Sharded, Step, Train, ZeroGrad, stack
 from tests.programs.strategies import programs
 
 pytest.importorskip("fairscale.optim.oss")
@@ -36,24 +36,6 @@ def test_same_as_fairscale_with_clipping_in_single_precision(program: Program) -
 STEPS = (ZeroGrad(), Train(no_sync=True), Train(), Step(), Save(0)) * 2
 
 
-@pytest.mark.parametrize("bucket", [0, 16, 2**23])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bucket_sizes(world_size: int, bucket: int) -> None:
-    model = stack("mlp", "odd", "conv", "embedding")
-    check_three_ways(Program(model, Sharded(reduce_buffer_size=bucket), steps=STEPS), world_size)
-
-
 def test_fp16_on_the_wire() -> None:
     """Of parameters (broadcast_fp16); both round the owner's copy, too."""
     check_three_ways(Program(stack("mlp", dtype="float32"), Sharded(broadcast_fp16=True), steps=STEPS), 2)
-
-
-def test_several_optimizers_over_one_module() -> None:
-    model = stack("mlp", "tied", "norm")
-    check_three_ways(Program(model, Sharded(optimizers=3), OptimizerSpec("adamw_fused"), STEPS), 2)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
-def test_clipping(norm_type: float) -> None:
-    steps = (ZeroGrad(), Train(), Clip(0.1, norm_type), Step()) * 2
-    check_three_ways(Program(stack("mlp", "norm", dtype="float32"), Sharded(), steps=steps), 2)

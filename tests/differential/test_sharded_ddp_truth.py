@@ -7,10 +7,36 @@ from hypothesis import given
 
 from tests.programs.optimizers import OPTIMIZERS
 from tests.programs.running import check_against_truth, examples
-from tests.programs.spec import Clip, OptimizerSpec, Program, Reload, Sharded, Step, Train, ZeroGrad, stack
+from tests.programs.spec import (
+    Clip,
+    Fail,
+    OptimizerSpec,
+    Program,
+    Reload,
+    Sharded,
+    Step,
+    Train,
+    ZeroGrad,
+    stack,
+)
 from tests.programs.strategies import PLAIN_LEAVES, programs
+from tests.programs.written import BUFFERS, FEWER_PARAMETERS_THAN_RANKS, ITERATION, PROGRAMS
 
 WHOLE = (ZeroGrad(), Train(no_sync=True), Train(), Clip(), Step())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_written_programs(name: str, world_size: int) -> None:
+    check_against_truth(PROGRAMS[name], world_size, backend="gloo")
+
+
+def test_buffers_are_rank_0s() -> None:
+    check_against_truth(BUFFERS, 2, backend="gloo")
+
+
+def test_fewer_parameters_than_ranks() -> None:
+    check_against_truth(FEWER_PARAMETERS_THAN_RANKS, 3, backend="gloo")
 
 
 @examples(40)
@@ -71,3 +97,22 @@ def test_half_precision_on_the_wire_stays_near_the_truth(half: str, bucket: int)
     )
     model = stack("linear", "mlp", dtype="float32")
     check_against_truth(Program(model, options, steps=(ZeroGrad(), Train(), Step()) * 3), 2)
+
+
+# ------------ What once went wrong.
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clip_where_a_rank_owns_nothing_and_parameters_are_double(norm_type: float) -> None:
+    """Such a rank sent its norm of nothing in fp32, the others theirs in fp64."""
+    steps = (ZeroGrad(), Train(), Clip(0.1, norm_type), Step())
+    check_against_truth(Program(stack("frozen"), Sharded(), steps=steps), 4, backend="gloo")
+
+
+def test_backward_that_dies_while_buckets_are_in_flight() -> None:
+    """The memory of buckets was given back while the network still read it."""
+    program = Program(
+        stack("linear", "mlp", width=6),
+        Sharded(reduce_buffer_size=0),
+        OptimizerSpec("adam"),
+        (Fail("backward"),) * 20 + ITERATION,
+    )
+    check_against_truth(program, 3, backend="gloo")

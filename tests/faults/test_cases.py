@@ -1,10 +1,11 @@
-"""Every case of the table: how each rank ends, and after how long."""
+"""Every case of the table: how each rank ends, and after how long; docs/RELIABILITY.md shows each."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.faults.cases import CASES, LATEST, SOON, Case
+from tests.faults.report import REPORT, expected_rows, rows_of
 from tests.faults.running import submit
 
 WITH_STRATEGIES = [(case, strategy) for case in CASES for strategy in case.strategies]
@@ -31,3 +32,7 @@ def test_every_rank_hears_of_it(case: Case, strategy: str) -> None:
             assert outcome.seconds <= SOON + late, outcomes
             for word in case.words:
                 assert word in outcome.text, outcome
+
+
+def test_the_page_shows_every_case() -> None:
+    assert rows_of(REPORT.read_text()) == expected_rows(), "run: python -m tests.faults.report [case ...]"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.flattening.flat_parameter import FlatParameter, find_params
+from shardkit.flattening.flat_parameter import FlatParameter
 from shardkit.flattening.keys import no_key_translation
 from shardkit.flattening.wrapper import FlattenParamsWrapper
 from tests.beside import reread
@@ -100,20 +100,6 @@ def test_trains_like_the_plain_module(make: Callable[[], nn.Module]) -> None:
         other.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(flat.state_dict()[name], value)
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_state_dicts_go_both_ways(make: Callable[[], nn.Module]) -> None:
-    plain, flat, other = make(), FlattenParamsWrapper(make()), FlattenParamsWrapper(make())
-    assert set(flat.state_dict()) == set(plain.state_dict())
-    assert not flat.load_state_dict(plain.state_dict()).missing_keys
-    x = a_batch(plain)
-    assert torch.equal(flat.eval()(x), plain.eval()(x))
-    other.load_state_dict(flat.flat_state_dict())
-    assert torch.equal(other.eval()(x), plain(x))
-    fresh = make().eval()
-    fresh.load_state_dict(other.state_dict())
-    assert torch.equal(fresh(x), plain(x))
 
 
 @st.composite
@@ -486,13 +472,3 @@ def test_eval_forward_between_training_forwards() -> None:
         flat(x)
     (loss + flat(x).sum()).backward()
     assert flat.flat_param.grad is not None
-
-
-def test_find_params_names_every_place_once() -> None:
-    net = Tied()
-    found = find_params(net, net.parameters())
-    assert [f"{m}.{n}".lstrip(".") for m, _, n in found.infos] == [n for n, _ in net.named_parameters()]
-    assert [(m, n, there, o) for m, there, _, n, _, o in found.shared_infos] == [
-        ("", "twin", "", "own"),
-        ("second", "weight", "first", "weight"),
-    ]

@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--minutes", type=float, default=25.0, help="for everything")
     parser.add_argument("--only", default="", help="beginnings of the names of phases, separated by commas")
-    parser.add_argument("--output", type=Path, help="folder of GPU.md and its figures; default: docs")
+    parser.add_argument("--output", type=Path, help="folder of GPU.md; default: docs")
     options = parser.parse_args()
     devices = _devices()
     if options.device == "cuda" and not devices:

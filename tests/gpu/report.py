@@ -1,4 +1,4 @@
-"""GPU.md: device, versions, tables, plots."""
+"""GPU.md: device, versions, tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.cases import BARE, SIZES, WAYS
-from tests.gpu.plots import bars
 
 Row = dict[str, Any]
 OURS = ("fsdp", "fully_shard")
@@ -154,28 +153,8 @@ def _channels(results: Sequence[Row]) -> str:
     return table(["", *names], rows)
 
 
-def _plots(folder: Path, cases: Mapping[tuple[str, str], Sequence[Row]]) -> str:
-    figures = folder / "gpu"
-    figures.mkdir(parents=True, exist_ok=True)
-    links = []
-    for file, key, title, unit, scale in (
-        ("step.svg", "step", "Step time", "ms", 1e3),
-        ("peak.svg", "peak", "Peak memory", "GiB", 1 / _GIB),
-        ("exposed.svg", "exposed", "Exposed communication", "ms a step", 1e3),
-    ):
-        groups = {
-            " ".join(case): [(WAYS[r["way"]], r[key] * scale) for r in rows if r.get(key) is not None]
-            for case, rows in cases.items()
-        }
-        groups = {heading: rows for heading, rows in groups.items() if rows}
-        if groups:
-            (figures / file).write_text(bars(title, unit, groups))
-            links.append(f"![{title}](gpu/{file})\n")
-    return "\n".join(links)
-
-
 def write(folder: Path, device: str, results: Sequence[Row], skipped: Sequence[str]) -> Path:
-    """The report, and its figures in ``gpu/``."""
+    """The report."""
     cases = _by_case(results)
     parts = [
         "# On GPUs\n",
@@ -192,7 +171,6 @@ def write(folder: Path, device: str, results: Sequence[Row], skipped: Sequence[s
         "the time in which a step is issued, *exposed* the communication during which nothing is computed, *both* "
         "checkpointed and compiled. Times are medians.\n",
         *(_bench(case, rows) for case, rows in cases.items()),
-        _plots(folder, cases),
         "## Addresses\n", _alignment(results),
         "## Communicators and parts\n", _channels(results),
     ]  # fmt: skip

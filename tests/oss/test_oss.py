@@ -13,9 +13,8 @@ from torch import nn
 
 from shardkit.errors import OutOfStepError, RankMismatchError
 from shardkit.optim.oss import OSS
-from tests.beside import assert_same
+from tests.beside import assert_same, batch
 from tests.pools import on_ranks, rank_pool, run_once
-from tests.scenarios import batch
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),

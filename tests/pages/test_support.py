@@ -1,4 +1,4 @@
-"""docs/SUPPORT.md is made of docs/support.json, and a run's results are counted where they belong."""
+"""Tables of pages are made of what runs: docs/SUPPORT.md of docs/support.json, the contract's in docs/TESTING.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends.contract_programs import CONTRACT
+from tests.backends.environments import WORLD_SIZES
 from tests.support import report
 from tests.support.recording import FEATURES, ROOT, Recorder, feature_of
 
@@ -52,3 +54,14 @@ def test_a_run_of_one_environment_keeps_the_others() -> None:
     results = {"2.13.0": {"`OSS`": {"gloo": {"2": [3, 1]}, "late": {"2": [1, 0]}}}}
     report.merge(results, "2.13.0", {"`FSDP`": {"late": {"2": [2, 0]}}}, {"late", "tpu"})
     assert results["2.13.0"] == {"`OSS`": {"gloo": {"2": [3, 1]}}, "`FSDP`": {"late": {"2": [2, 0]}}}
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "TESTING.md"
+
+
+def test_environments_and_ranks() -> None:
+    text = _PAGE.read_text().partition("## The contract by backend\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    found = {name.strip(" `"): tuple(map(int, ranks.split(","))) for name, ranks in rows}
+    assert found == WORLD_SIZES
+    assert f"One suite of {len(CONTRACT)} programs" in text

@@ -22,8 +22,11 @@ class Course:
 
     Attributes:
         count: number of forwards so far.
+        device: where forwards are computed.
         frozen_later: :class:`SetTrainable` steps so far, which a fresh model repeats.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -47,7 +50,7 @@ class Course:
     def loss(self, model: Any, count: int, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Of a rank's batch; dropout masks depend on forward and rank only."""
         program = self.program
-        x, y = batch(program.model, program.data_seed, count, rank)
+        x, y = (t.to(self.device) for t in batch(program.model, program.data_seed, count, rank))
         torch.manual_seed(program.data_seed * 7919 + count * 97 + rank)
         return loss_of(
             model(x if dtype is None else x.to(dtype), route=route(program.routing, count, rank)), y

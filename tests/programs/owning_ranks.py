@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from .models import Model, Tree
 from .ranks import Rank, tensors
@@ -58,6 +59,11 @@ class Core(Library):
         )
 
 
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer's state."""
+    return tree_map(lambda v: v.cpu().clone() if isinstance(v, torch.Tensor) else v, state)  # type: ignore[no-any-return]
+
+
 def library(name: str) -> Library:
     """Of "fairscale", "shardkit" (its paths) or "core"."""
     return Core() if name == "core" else Library(name)
@@ -77,6 +83,7 @@ class OwningRank(Rank):
         options = self.sharded
         # Ranks start apart on purpose: only rank 0 has the right values until the wrapper brings them around.
         self.tree = Tree(self.program.model, None if self.rank == 0 else 1000 + self.rank)
+        self.tree.to(self.device)
         if start is not None:
             self.model.load_state_dict(start.model)
         self.named = dict(self.model.named_parameters())
@@ -112,8 +119,13 @@ class OwningRank(Rank):
         return list(self.optimizers)
 
     # ------------------------------------------------------------------ what is looked at
-    def _grads(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of what this rank owns; of all ranks' parameters only it has to have them."""
+    def _grads(self) -> dict[str, torch.Tensor | None] | None:
+        """Gradients of what this rank owns; of all ranks' parameters only it has to have them.
+
+        None on XLA, where ranks have segments, which are not to be read.
+        """
+        if self.device.type == "xla":
+            return None
         owned = {p for o in self._oss for g in o.partition_parameters()[self.rank] for p in g["params"]}
         return {
             n: None if p.grad is None else p.grad.detach().clone()
@@ -133,10 +145,10 @@ class OwningRank(Rank):
             o.consolidate_state_dict(recipient)
         if recipient not in (-1, self.rank):
             return None
-        return [copy.deepcopy(o.state_dict()) for o in self._oss]
+        return [_on_host(o.state_dict()) for o in self._oss]
 
     def _checkpoint(self) -> Checkpoint:
-        states = [copy.deepcopy(o.state_dict(all_ranks=True)) for o in self._oss]
+        states = [_on_host(o.state_dict(all_ranks=True)) for o in self._oss]
         return Checkpoint(tensors(self.model.state_dict()), states, self.late_added)
 
     def _values(self, moment: Moment) -> None:
@@ -149,7 +161,8 @@ class OwningRank(Rank):
         last = Moment(len(self.program.steps), "end")
         self._values(last)
         run.partition, run.saved = partition, self._checkpoint()
-        last.states = run.saved.optimizers
+        if self.device.type != "xla":  # whose segments have state of what never had a gradient, too
+            last.states = run.saved.optimizers
         run.moments.append(last)
         return run
 

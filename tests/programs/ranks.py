@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backend import backend_for
+from shardkit.xla.xla_model import xla_device
 
 from .course import Course, backward, evaluation, forwards
 from .models import Deliberate, Model, Tree
@@ -34,10 +35,16 @@ from .spec import (
 
 
 class World:
-    """All ranks: a process group, or those of the backend whose rank this thread is."""
+    """All ranks: a process group, or those of the backend whose rank this thread is.
+
+    Attributes:
+        device: where a rank computes.
+    """
 
     def __init__(self) -> None:
-        self._group = None if dist.is_initialized() else backend_for(()).group()
+        self.device = xla_device()  # of a replica; else the CPU
+        self._backend = None if dist.is_initialized() else backend_for([torch.empty(0, device=self.device)])
+        self._group = None if self._backend is None else self._backend.group()
         self.rank = dist.get_rank() if self._group is None else self._group.rank
         self.size = dist.get_world_size() if self._group is None else self._group.world_size
 
@@ -57,10 +64,16 @@ class World:
         dist.all_gather_object(parts, value)
         return parts
 
+    def end_step(self) -> None:
+        """Runs what is recorded, where execution is lazy."""
+        if self._backend is not None:
+            self._backend.mark_step()
+
 
 def tensors(state: dict[str, Any]) -> Tensors:
-    """Copies, without the attributes that libraries put on tensors."""
-    return {n: torch.empty_like(t).copy_(t.detach()) for n, t in state.items()}
+    """Copies on the CPU, without the attributes that libraries put on tensors."""
+    on_host = {n: t.detach().cpu() for n, t in state.items()}
+    return {n: torch.empty_like(t).copy_(t) for n, t in on_host.items()}
 
 
 class Rank(Course):
@@ -77,7 +90,7 @@ class Rank(Course):
         super().__init__(program)
         self.library = library
         self.world = World()
-        self.rank = self.world.rank
+        self.rank, self.device = self.world.rank, self.world.device
 
     @property
     def model(self) -> Model:
@@ -111,6 +124,7 @@ class Rank(Course):
             moment.lrs = self.schedule()
         elif isinstance(step, Reload):
             self.reload(step)
+        self.world.end_step()
         self.look(step, moment)
         return moment
 

@@ -76,19 +76,6 @@ def resume_rank(rank: int, library: str, program: Program, saved: bytes, form: s
     return pickle.dumps(course.run())
 
 
-_kept: dict[str, UnitRank] = {}
-
-
-def keep_rank(rank: int, library: str, program: Program) -> None:
-    """Builds a program's model in this process and keeps it for :func:`move_rank`."""
-    _kept[library] = UnitRank(library, program)
-
-
-def move_rank(rank: int, library: str, step: AnyStep) -> bytes:
-    """One more step of the model that :func:`keep_rank` built."""
-    return pickle.dumps(_kept[library].do(step))
-
-
 # ------------------------------------------------------------------------------------------------ on all ranks
 def backend_of(program: Program, world_size: int) -> str:
     """Where shardkit runs a program: "simulated" or "gloo"."""

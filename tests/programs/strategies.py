@@ -242,6 +242,38 @@ def unit_interludes(draw: st.DrawFn, root: Unit, model: ModelSpec, plain: bool) 
 
 
 @st.composite
+def moves(draw: st.DrawFn, root: Unit, model: ModelSpec) -> list[AnyStep]:
+    """What may be done with FSDP, in any order that is legal (:class:`tests.programs.legality.Ledger`)."""
+    train, update = st.builds(Train, modes(model.kinds, root), RARELY), st.builds(Step, RARELY)
+    others: list[st.SearchStrategy[AnyStep]] = [
+        train,
+        zero_grads(root),
+        evaluations(),
+        reloads(),
+        freezings(model),
+        st.builds(Summon, st.booleans()),
+        st.builds(Peek, st.sampled_from(PEEKS)),
+        st.just(Look()),
+        st.builds(Inspect, st.booleans()),
+        st.builds(Fail, st.sampled_from(["forward", "backward", "no_sync"])),
+    ]
+    ledger, steps = Ledger(model.kinds, root), list[AnyStep]()
+    other = st.one_of(others)
+    rounds = st.tuples(train, update) | st.tuples(train, clips(), update) | st.tuples(other, other, other)
+    for step in (step for some in draw(st.lists(rounds, min_size=8, max_size=15)) for step in some):
+        if isinstance(step, SetTrainable):
+            if ledger.waiting or model.head_frozen:
+                continue
+            steps.append(ZeroGrad())
+            ledger.note(steps[-1])
+        updates = isinstance(step, Step | Clip)
+        if ledger.allows(step) and (not updates or (ledger.reduced and not ledger.waiting)):
+            ledger.note(step)
+            steps.append(step)
+    return steps
+
+
+@st.composite
 def interludes(draw: st.DrawFn, model: ModelSpec, options: Sharded, plain: bool) -> list[AnyStep]:
     """What happens between passes of OSS."""
     kinds = ["save", "reload", "closure"] if plain else [
@@ -310,13 +342,20 @@ def programs(
 
 @st.composite
 def unit_programs(
-    draw: st.DrawFn, plain: bool = False, dtype: str = "float64", low: tuple[str, ...] = ()
+    draw: st.DrawFn,
+    plain: bool = False,
+    dtype: str = "float64",
+    low: tuple[str, ...] = (),
+    in_any_order: bool = False,
 ) -> Program:
-    """A whole program for FSDP; ``plain`` as above, ``low`` are dtypes of mixed precision."""
+    """A whole program for FSDP; ``plain`` as above, ``low`` are dtypes of mixed precision.
+
+    Its steps are those of training loops, or ``in_any_order``.
+    """
     root = draw(low_precision(low) if low else unit_options(plain))
     model = draw(trees(root, plain or bool(low), dtype, STEADY_LEAVES if low else ()))
-    steps: list[AnyStep] = []
-    for _ in range(draw(st.integers(1, 3))):
+    steps: list[AnyStep] = draw(moves(root, model)) if in_any_order else []
+    for _ in range(0 if in_any_order else draw(st.integers(1, 3))):
         steps += draw(iterations(model.kinds, root, plain))
         if draw(st.booleans()):
             steps += draw(unit_interludes(root, model, plain))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
-from tests.beside import assert_same
+from tests.beside import SGD, assert_same, batch, mean_square, steps_beside
+from tests.fsdp_models import build
 from tests.pools import on_ranks, rank_pool
-from tests.scenarios import batch, compare, seeded, square_loss
 
 
 def _net() -> nn.Sequential:
@@ -37,17 +36,12 @@ def _frozen_statistics() -> nn.Module:
     return model
 
 
-def _steps(engine: Any) -> Iterator[str]:
-    for step in range(3):
-        engine.zero_grad("wrapper")
-        engine.backward(square_loss(step))
-        engine.optimizer.step()
-        yield "frozen statistics"
-
-
 @on_ranks(2, 3)
 def test_training_with_frozen_statistics(rank: int, world_size: int) -> None:
-    compare(rank, world_size, _frozen_statistics, _steps)
+    plain = build(_frozen_statistics)
+    wrapped, optimizer = _wrapped(build(_frozen_statistics))
+    steps_beside(rank, world_size, wrapped, plain, mean_square, [optimizer, SGD(plain.parameters())])
+    assert_same(wrapped, plain)
 
 
 @on_ranks(2)
@@ -105,8 +99,7 @@ def test_ranks_without_torch_distributed_refuse_training(rank: int) -> None:
 
 # ------------------------------------------------------------------ on CUDA devices
 def _trains(rank: int, world_size: int) -> None:
-    model = _net()
-    seeded(model)
+    model = build(_net)
     truth = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     truth.load_state_dict(copy.deepcopy(model.state_dict()))
     optimizer_of_truth = torch.optim.SGD(truth.parameters(), lr=0.1)

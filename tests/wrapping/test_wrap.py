@@ -27,7 +27,6 @@ from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
 from shardkit.nn.auto_wrap import auto_wrap as old_path_auto_wrap
 from shardkit.nn.wrap.auto_wrap import ConfigAutoWrap
 from shardkit.nn.wrap.auto_wrap import enable_wrap as compat_enable_wrap
-from shardkit.utils.testing import DummyProcessGroup
 from shardkit.wrapping.context import auto_wrap, current_context, enable_wrap, wrap, wrap_tree
 from shardkit.wrapping.policies import (
     config_auto_wrap_policy,
@@ -80,24 +79,6 @@ at_least = functools.partial(functools.partial, default_auto_wrap_policy)
 
 
 # ---------------------------------------------------------------------- the snippet of fairscale's documentation
-def test_snippet_of_the_documentation() -> None:
-    group = DummyProcessGroup(rank=0, size=1)
-    with compat_enable_wrap(wrapper_cls=Wrapper, process_group=group, mixed_precision=True):
-        layer = shardkit.nn.wrap(nn.Linear(5, 5))
-        assert isinstance(layer, Wrapper)
-        assert layer.kwargs == {"process_group": group, "mixed_precision": True}
-        transformer = shardkit.nn.auto_wrap(
-            nn.Transformer(d_model=512, num_encoder_layers=1, num_decoder_layers=1), min_num_params=1e6
-        )
-    assert not isinstance(transformer.encoder, Wrapper)
-    assert not isinstance(transformer.decoder, Wrapper)
-    for encoder_layer in transformer.encoder.layers:
-        assert isinstance(encoder_layer, Wrapper)
-        assert isinstance(encoder_layer.module.linear1, Wrapper)
-        assert isinstance(encoder_layer.module.linear2, Wrapper)
-        assert not isinstance(encoder_layer.module.self_attn, Wrapper)
-
-
 def test_min_num_params_is_short_for_a_partial() -> None:
     def tree(**how: Any) -> set[str]:
         with enable_wrap(wrapper_cls=Wrapper):
@@ -122,15 +103,6 @@ def test_import_paths() -> None:
 
 
 # ---------------------------------------------------------------------- shared modules and parameters
-def test_module_with_two_names_is_wrapped_once_same_parent() -> None:
-    shared = nn.Linear(4, 4)
-    with enable_wrap(wrapper_cls=Wrapper):
-        tree = auto_wrap(Pair(shared, shared), at_least(min_num_params=20))
-    assert isinstance(tree.a, Wrapper)
-    assert tree.a is tree.b
-    assert tree.a.module is shared
-
-
 @pytest.mark.parametrize("wrapper", [Wrapper, Flattening])
 def test_module_with_two_names_is_wrapped_once_different_parents(wrapper: Any) -> None:
     shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -173,13 +145,6 @@ def test_nothing_happens_outside_of_a_block() -> None:
     assert auto_wrap(module, at_least(min_num_params=0), a=1) is module
     with pytest.raises(LifecycleError, match="enable_wrap"):
         wrap_tree(module, default_auto_wrap_policy, {})
-
-
-def test_precedence_of_arguments() -> None:
-    module = nn.Linear(2, 2)
-    module.wrapper_config = {"b": "module", "c": "module"}  # type: ignore[assignment]
-    with enable_wrap(wrapper_cls=Wrapper, a="block", b="block", c="block"):
-        assert wrap(module, c="call").kwargs == {"a": "block", "b": "module", "c": "call"}
 
 
 @pytest.mark.parametrize("block", [enable_wrap, compat_enable_wrap, ConfigAutoWrap])

@@ -23,7 +23,7 @@ from shardkit import (
 )
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.beside import assert_same
+from tests.beside import assert_same, steps_beside
 from tests.border.strategies import batch, make_model, wrapped
 from tests.pools import on_ranks
 
@@ -127,6 +127,36 @@ def test_an_overflow_on_one_replica(rank: int, world_size: int, strategy: str) -
         run.model.zero_grad()
         run.plain.zero_grad()
     run.assert_equal()
+
+
+@pytest.mark.parametrize("first", range(3))
+@on_ranks((2, "xla"))
+def test_doors_in_one_program(rank: int, world_size: int, first: int) -> None:
+    """One backward goes through FSDP, fully_shard and ShardedDDP, of which each has each place once."""
+    backend, plain = get_backend("xla"), make_model()
+    model = make_model().to(backend.device())
+    optimizers: list[Any] = [torch.optim.SGD(plain.parameters(), lr=0.1)]
+    places = (0, 2, 4)
+    for place, door in zip(
+        places, [("fsdp", "in_place", "sharded_ddp")[(first + k) % 3] for k in range(3)], strict=True
+    ):
+        layer = model[place]
+        if door == "sharded_ddp":
+            optimizers.append(OSS(layer.parameters(), torch.optim.SGD, lr=0.1))
+            model[place] = ShardedDDP(layer, optimizers[-1])
+        else:
+            model[place] = FSDP(layer) if door == "fsdp" else fully_shard(layer)
+            optimizers.append(torch.optim.SGD(model[place].parameters(), lr=0.1))
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        x = batch(r, step)
+        return (m(x if m is plain else x.to(backend.device())) - 1).square().mean()
+
+    for step in range(3):
+        steps_beside(rank, world_size, model, plain, loss, optimizers, [step])
+        backend.mark_step()
+        for place in places:
+            assert_same(model[place], plain[place], f"step {step}, layer {place}", rtol=1e-4, atol=1e-5)
 
 
 @on_ranks((2, "xla"))
