@@ -210,7 +210,6 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
             if homes.setdefault(m, mate.home) == mate.home:
                 found.modules.append((path, m))
     for below in found.below:
-        wake(below)
         _make_room(state, below)
     ignored = set(map(id, state.ignored.parameters))
     by_param: dict[int, OriginalParameter] = {}
@@ -244,11 +243,13 @@ _CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over
 
 
 def _make_room(state: ShardingState, below: ShardingState) -> None:
-    """Makes room for calls through units that lie one inside another.
+    """Wakes a unit inside, and makes room for calls through units that lie one inside another.
 
     Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
     their own, which are not to end what works without them.
     """
+    if below.is_asleep:
+        wake(below)
     state.nesting = max(state.nesting, 1 + below.nesting)
     if state.nesting > 10:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * state.nesting))
@@ -392,7 +393,8 @@ def _check(units: Sequence[Found]) -> None:
             check_options(options, group)
         if options.precision.compression or options.reduce.compression or options.reduce.order:
             _check_reduction(found)
-        _check_codes(found, options.precision.compute)
+        if options.precision.compute is not None:
+            _check_codes(found, options.precision.compute)
         if options.reshard.sends_changes:
             _check_changes(found, options.precision.compression)
         if options.flatten:
