@@ -135,23 +135,28 @@ def proposed_run_id() -> str:
     return os.urandom(6).hex()
 
 
-def new_run_id(group: Group, proposed: str) -> str:
-    """Returns the id of the unit that is being built, the same on all ranks.
+def new_run_ids(group: Group, proposed: str, count: int = 1) -> list[str]:
+    """Returns the ids of the units that are being built, the same on all ranks.
 
     Args:
-        group: the ranks of the unit.
+        group: the ranks of the units.
         proposed: by the first of them; taken for the group's first unit.
+        count: how many units.
     """
     job = _jobs.setdefault(group, _RunIds(proposed))
-    job.built += 1
-    return f"{job.id}-{job.built}"
+    before, job.built = job.built, job.built + count
+    return [f"{job.id}-{number}" for number in range(before + 1, job.built + 1)]
 
 
-def number_of(group: Group, run_id: str) -> str:
-    """Tells a unit from all others of the group in a few characters; those of other jobs, unpickled, take more."""
-    job, _, number = run_id.partition("-")
-    mine = _jobs.get(group)
-    return number if mine is not None and mine.id == job else run_id
+def numbers_of(units: Sequence[tuple[Group, str]]) -> list[str]:
+    """Tells units from all others of their groups in a few characters; those of other jobs, unpickled, take more.
+
+    Args:
+        units: the ranks of each, and its run id.
+    """
+    own = {job.id for job in map(_jobs.get, {group for group, _ in units}) if job is not None}
+    found = [(run_id, *run_id.partition("-")[::2]) for _, run_id in units]
+    return [number if job in own else run_id for run_id, job, number in found]
 
 
 def are_several(group: Group) -> bool:

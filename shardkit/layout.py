@@ -6,6 +6,7 @@ Legend: W world size, P numel of all parameters, N numel of a flat buffer, S num
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -209,6 +210,17 @@ class ShardLayout:
             return list(self.starts)
         return list(accumulate(self.numels, initial=0))[:-1]
 
+    @functools.cached_property
+    def parts(self) -> tuple[list[int], list[int]]:
+        """Cuts it into items and what is between them: the numel of each of these, and which of them each item is."""
+        sizes, numbers, end = list[int](), [0] * len(self.numels), 0
+        for start, numel, item in sorted(zip(self.offsets(), self.numels, itertools.count(), strict=False)):
+            if start > end:
+                sizes.append(start - end)
+            numbers[item], end = len(sizes), start + numel
+            sizes.append(numel)
+        return sizes, numbers
+
     def described(self) -> list[object]:
         """Describes it as data to compare: the numels; if items don't lie end to end, (start, numel) of each."""
         if self.starts is None:
@@ -259,7 +271,7 @@ class ShardLayout:
             ]
         if self.grains is None:
             return [Listed(self, 0, (self.shard_numel,))]
-        return _listed_rows(self, tuple([tuple(shape) for shape in shapes]), rank)
+        return _listed_rows(self, tuple(map(tuple, shapes)), rank)
 
 
 @dataclass(frozen=True)

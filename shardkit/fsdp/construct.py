@@ -16,56 +16,56 @@ import hashlib
 import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..backend import Backend, Group, backend_for, backend_of_job
 from ..checks import (
     all_gather_facts,
     check_one_device,
     check_same_everywhere,
-    new_run_id,
-    number_of,
+    new_run_ids,
+    numbers_of,
     option_facts,
     proposed_run_id,
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
-from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter, ParamInfo, SharedParamInfo
+from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout, in_runs
-from ..policy import Compression, OffloadPolicy, ReducePolicy
+from ..policy import Compression, ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
-from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over, part_here
+from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.strided_views import memory_of
-from ..types import Facts, Memo, ProcessGroup
+from ..types import Facts, Memo, ProcessGroup, Tree
 from .backward_steps import notice_scaling
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
 from .flat_values import own_shard, put_together, report_padding
 from .masters import Mirrored
-from .optimizer_check import step_locally
+from .optimizer_check import check_first_steps, step_locally
 from .originals import (
     OriginalParameter,
     Place,
     SplitParameter,
     are_copied,
     copy_when_summoned,
+    known_originals,
     managing,
-    mesh_of,
     note_copying,
     refuse_split,
 )
 from .packed import PackedWeight, is_packable
-from .registered import RegisteredShard, RegisteredShards, hide, register, take_out
-from .state import Options, ShardingState, forget_state, owners_of, units_below
+from .registered import hide, register, take_out
+from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored
-from .submodule_api import answer_for, note_taken, refuse_state_dicts
+from .submodule_api import answer_for, take
+from .unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +90,14 @@ def shard(states: Sequence[ShardingState]) -> None:
             if state.mates and state is not state.mates[0]:
                 continue  # it is in what the first one finds
             found = find(state, claimed)
-            for mate in state.mates[1:]:
-                found.add(find(mate, claimed))
-            _make_room(found)
-            check_one_device([original.param for original in found.originals])
-            connect(state, found.originals[0].param if found.originals else None, found.lenders())
+            if len(found.devices) > 1:
+                check_one_device([original.param for original in found.originals])
+            before = waiting[-1].state if waiting and waiting[-1].devices == found.devices else state
+            if before is not state and before.options is state.options:
+                state.group, state.replicas = before.group, before.replicas
+            else:
+                example = found.originals[0].param if found.originals else None
+                connect(state, example, found.lenders())
             waiting.append(found)
             # its exchange gives back memory of the one before (docs/XLA.md)
             if not state.group.backend.has_storage:
@@ -111,52 +114,70 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 def _shard(units: Sequence[Found]) -> None:
     agree(units)
-    meshes = [_check(found) for found in units]
-    for found, mesh in zip(units, meshes, strict=True):
-        state = found.state
-        _connect_mesh(state)
-        params, offloads = [o.param for o in found.originals], state.options.offload.on_host
-        if offloads and state.options.device is None and params and not params[0].is_meta:
-            state.options = replace(state.options, device=params[0].device)  # it computes where it is now
-        for part in alike(found.originals, found.state):
-            state.flats.append(_listed(found, part, _cut(found, part, mesh), mesh))
-        borrowed = _borrow(found)
-        name_flats(state)
-        state.shared_paths = [
-            (f"{there}.{source}" if there else source, f"{here}.{name}" if here else name)
-            for here, there, _, name, _, source in found.shared
-        ]
-        _make_unit(state, [m for _, m in found.modules], borrowed)
-        for mate in state.mates[1:]:
-            mate.flats, mate.group, mate.replicas = state.flats, state.group, state.replicas
-            mate.post_forward_mesh, mate.run_id = state.post_forward_mesh, state.run_id
-            mate.make_unit([])
+    _check(units)
+    check_first_steps()
+    with torch.no_grad():
+        for found in units:
+            _make_unit(found)
+    name_flats({found.state: "" for found in units})
+    if units[0].state.group.rank == 0:
+        report_padding([(flat.names, flat.layout) for found in units for flat in found.state.flats])
 
 
-def _make_unit(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatParam]) -> None:
+def _make_unit(found: Found) -> None:
+    state, options = found.state, found.state.options
+    is_meta = not found.originals or found.originals[0].param.is_meta
+    if options.offload.on_host and options.device is None and not is_meta:
+        state.options = replace(
+            options, device=found.originals[0].param.device
+        )  # it computes where it is now
+    for originals in alike(found):
+        state.flats.append(_listed(found, originals, *_cut(found, originals)))
+    borrowed = _borrow(found) if found.borrowed else []
+    state.shared_paths = found.shared
+    _run(state, list(map(itemgetter(1), found.modules)), borrowed)
+    for mate in state.mates[1:]:
+        mate.flats, mate.group, mate.replicas = state.flats, state.group, state.replicas
+        mate.post_forward_mesh, mate.run_id, mate.unit = state.post_forward_mesh, state.run_id, state.unit
+
+
+def _run(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatParam]) -> None:
+    """Makes the unit that the engine runs; modules of one unit share it."""
+    reshard, reduce, unit = state.options.reshard, state.options.reduce, None
+    for mate in state.mates:
+        unit = unit or mate.__dict__.get("unit")
+    if unit is None:
+        keeps = reshard.after_forward is False
+        unit = Unit(state.flats, borrowed, keeps, reduce, state.divisors, state.replicas)
+        unit.doors = max(1, len(state.mates))
+        unit.keeps_frozen = reshard.frozen in ("keep", "host")
+    state.unit = unit
     for flat in state.flats:
-        flat.modules = modules
-    state.make_unit(borrowed)
-    note_taken(modules)
+        flat.modules, flat.keeps_on_host = modules, reshard.frozen == "host"
     if state.door is not state.module:
         answer_for(modules)
-    refuse_state_dicts(state, modules)
-    step_locally([listing.param for flat in state.flats for listing in flat.listings])
+    take(state, modules)
+    if state.options.dtensors:
+        step_locally([listing.param for flat in state.flats for listing in flat.listings])
 
 
 # ------------------------------------------------------------ find
+_shape_of, _values_of, _is_meta = attrgetter("shape"), attrgetter("values"), attrgetter("is_meta")
+
+
 class Found:
-    """Lists what a module holds outside of other units.
+    """Lists what a module holds outside of other units, and others that are one unit with it.
 
     Attributes:
         state: the module's.
         modules: those that hold it, with their paths.
         below: the outermost units below.
         originals: parameters of its own, once each, with all places.
-        names: path of each original parameter's first place.
+        devices: of these.
         borrowed: places of parameters that other units manage, or are about to.
-        infos, shared: first and further places as FlattenParamsWrapper tells them.
-        lazy: names of those whose shape is not known yet.
+        shared: first and further paths of parameters with several.
+        mesh: over which tensor parallelism has cut some of them, if it has.
+        cut_over: that of DTensors, where these are to be listed.
     """
 
     def __init__(self, state: ShardingState) -> None:
@@ -164,111 +185,95 @@ class Found:
         self.modules: list[tuple[str, nn.Module]] = []
         self.below: list[ShardingState] = []
         self.originals: list[OriginalParameter] = []
-        self.names: list[str] = []
+        self.devices = set[torch.device]()
         self.borrowed: list[tuple[nn.Parameter, Place]] = []
-        self.infos: list[ParamInfo] = []
-        self.shared: list[SharedParamInfo] = []
-        self.lazy: list[str] = []
-
-    def add(self, other: Found) -> None:
-        """Adds what another module holds that is one unit with this one."""
-        own = {id(original.param): original for original in self.originals}
-        self.modules += [m for m in other.modules if m not in self.modules]
-        self.below += other.below
-        self.originals += other.originals
-        self.names += other.names
-        self.lazy += other.lazy
-        for param, place in other.borrowed:
-            if id(param) in own:
-                own[id(param)].places.append(place)
-            else:
-                self.borrowed.append((param, place))
+        self.shared: list[tuple[str, str]] = []
+        self.mesh: DeviceMesh | None = None
+        self.cut_over: DeviceMesh | None = None
 
     def lenders(self) -> list[FlatParam]:
         """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
-        flats = [managing(p) for p, _ in self.borrowed] if self.borrowed else ()
-        return [*dict.fromkeys(f for f in flats if isinstance(f, FlatParam))]
+        return [*dict.fromkeys(f for p, _ in self.borrowed if isinstance(f := managing(p), FlatParam))]
 
 
 def find(state: ShardingState, claimed: set[int]) -> Found:
-    """Looks through a module; changes nothing.
+    """Looks through a module, or those that are one unit with it; changes nothing.
 
     Args:
         claimed: ids of parameters that units made together with this one have found before; those of this one are
             added.
     """
-    found = Found(state)
-    found.below = units_below(state)
+    found, options = Found(state), state.options
+    homes: dict[nn.Module, int] = {}
+    for mate in state.mates or [state]:
+        for path, m in modules_outside_units(mate.module, "", mate.door, mate.ignored.modules, found.below):
+            if homes.setdefault(m, mate.home) == mate.home:
+                found.modules.append((path, m))
     for below in found.below:
-        if below.is_asleep:
-            wake(below)
-    found.modules = state.own_modules()
-    ignored = {id(p) for p in state.ignored.parameters}
-    by_param: dict[int, int] = {}
-    home = state.home if state.mates else 0
-    packing = state.options.reshard.packing if state.options.reshard.frozen == "packed" else None
+        _make_room(state, below)
+    ignored = set(map(id, state.ignored.parameters))
+    by_param: dict[int, OriginalParameter] = {}
+    are_plain = options.reshard.frozen != "packed"
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
                 continue
-            place, known = Place(m, name), by_param.get(id(p))
-            if known is not None:
-                found.originals[known].places.append(place)
-                first_path, first, attribute = found.infos[known]
-                found.shared.append((path, first_path, m, name, first, attribute))
-            elif id(p) in claimed or managing(p) is not None:
+            place, full = Place(m, name), f"{path}.{name}" if path else name
+            if (known := by_param.get(id(p))) is not None:
+                known.places.append(place)
+                if known.home == homes[m]:
+                    found.shared.append((known.name, full))
+            elif id(p) in claimed or (id(p) in known_originals and managing(p) is not None):
                 found.borrowed.append((p, place))
             else:
-                by_param[id(p)] = len(found.originals)
-                kind = OriginalParameter if type(p) is nn.Parameter else _kind_of(p)
-                original = kind(p, place, home)
-                if packing is not None and is_packable(p):
-                    original = PackedWeight(p, place, home, packing)
+                is_plain = are_plain and type(p) is nn.Parameter
+                kind = OriginalParameter if is_plain else _kind_of(p, options.reshard)
+                by_param[id(p)] = original = kind(p, place, homes[m])
+                original.name, original.position = full, len(found.originals)
                 found.originals.append(original)
-                found.names.append(f"{path}.{name}" if path else name)
-                if state.options.placement is not None:
-                    chosen = state.options.placement(p)
-                    original.dim = dimension_of(chosen, found.names[-1], p, state.options.mesh)
-                found.infos.append((path, m, name))
-                if original.is_lazy:
-                    found.lazy.append(found.names[-1])
+                found.devices.add(p.device)
+                found.mesh = found.mesh or original.mesh
+                if options.placement is not None:
+                    original.dim = dimension_of(options.placement(p), full, p, options.mesh)
     claimed.update(by_param)
     return found
-
-
-def _kind_of(param: nn.Parameter) -> type[OriginalParameter]:
-    if is_dtensor(param):
-        return SplitParameter
-    return ExtendedParameter if is_extended(param) else OriginalParameter
-
-
-def alike(originals: Sequence[OriginalParameter], state: ShardingState) -> list[list[int]]:
-    """Numbers of parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
-    options = state.options
-    if not options.flatten and not state.group.backend.has_storage:
-        # where a compiler decides on memory, views of one shard would be copied anew in each step
-        return [[k] for k in range(len(originals))]
-    groups: dict[tuple[object, ...], list[int]] = {}
-    mesh = mesh_of(originals)
-    for k, original in enumerate(originals):
-        kind = original.param.dtype, original.param.requires_grad, original.store, original.mesh or mesh
-        groups.setdefault(kind, []).append(k)
-    return list(groups.values())
 
 
 _CALLS_OF_A_UNIT = 20  # Python frames, at most, that a unit adds to a walk over modules or a forward
 
 
-def _make_room(found: Found) -> None:
-    """Makes room for calls through units that lie one inside another.
+def _make_room(state: ShardingState, below: ShardingState) -> None:
+    """Wakes a unit inside, and makes room for calls through units that lie one inside another.
 
     Python ends recursion at a depth that a plain module of some hundred levels stays below. Wrappers add levels of
     their own, which are not to end what works without them.
     """
-    state = found.state
-    state.nesting = 1 + max((below.nesting for below in found.below), default=0)
+    if below.is_asleep:
+        wake(below)
+    state.nesting = max(state.nesting, 1 + below.nesting)
     if state.nesting > 10:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * state.nesting))
+
+
+def _kind_of(param: nn.Parameter, reshard: ReshardPolicy) -> Callable[[Tree, Place, int], OriginalParameter]:
+    if reshard.frozen == "packed" and is_packable(param):
+        return functools.partial(PackedWeight, packing=reshard.packing)
+    if is_dtensor(param):
+        return SplitParameter
+    return ExtendedParameter if is_extended(param) else OriginalParameter
+
+
+def alike(found: Found) -> list[list[OriginalParameter]]:
+    """Parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
+    state = found.state
+    if not state.options.flatten and not state.group.backend.has_storage:
+        # where a compiler decides on memory, views of one shard would be copied anew in each step
+        return [[original] for original in found.originals]
+    groups: dict[tuple[object, ...], list[OriginalParameter]] = {}
+    for original in found.originals:
+        kind = original.param.dtype, original.param.requires_grad, original.store, original.mesh or found.mesh
+        groups.setdefault(kind, []).append(original)
+    return list(groups.values())
 
 
 def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequence[FlatParam]) -> None:
@@ -279,30 +284,11 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
         tensors = [example]
     choice = options.backend
     if choice is None and not tensors:
-        below = units_below(state)
+        below = units_in(state.door, state)
         choice = below[0].group.backend if below else lenders[0].group.backend if lenders else None
     backend = backend_for(tensors, choice)
     state.group = backend.group(options.group)
     state.replicas = None if options.replicas is None else backend.group(options.replicas)
-
-
-def _connect_mesh(state: ShardingState) -> None:
-    """Connects groups that keep parameters between forward and backward; one for all units that ask alike."""
-    count, group = state.options.reshard.after_forward, state.group
-    frozen = state.options.reshard.frozen
-    if frozen != "reshard" and not group.backend.has_storage:
-        raise ConfigurationError(
-            f"frozen={frozen!r}: on {group.backend.name} the compiler decides how long gathered values are kept; leave "
-            "it out"
-        )
-    if isinstance(count, bool) or count >= group.world_size:
-        return
-    if not group.backend.has_storage:
-        raise ConfigurationError(
-            f"after_forward={count}: on {group.backend.name} the compiler decides what is kept between "
-            "forward and backward; use True or False"
-        )
-    state.post_forward_mesh = post_forward_mesh(group, count)
 
 
 # ------------------------------------------------------------ agree
@@ -315,26 +301,26 @@ def agree(units: Sequence[Found]) -> None:
             rank don't count) values.
     """
     by_group: dict[Group, list[Found]] = {}
-    for found in units:
-        by_group.setdefault(found.state.group, []).append(found)
-    for group, ours in by_group.items():
-        facts = _facts(ours)
-        digests = [_digests(found) for found in ours]
-        told = check_same_everywhere(group, facts, _WHAT, (proposed_run_id(), digests))
-        for k, found in enumerate(ours):
-            if found.lazy:
-                raise ConfigurationError(
-                    f"rank {group.rank}: {', '.join(map(repr, found.lazy))} of the wrapped module have no shape before "
-                    "its first forward (lazy modules); run one forward on example inputs, alike on all ranks, then "
-                    "wrap it"
-                )
-            _compare_values(found, [theirs[k] for _, theirs in told])
-        for found in ours:
-            found.state.run_id = new_run_id(group, told[0][0])
     by_replicas: dict[Group, list[Found]] = {}
     for found in units:
+        by_group.setdefault(found.state.group, []).append(found)
         if found.state.replicas is not None:
             by_replicas.setdefault(found.state.replicas, []).append(found)
+    for group, ours in by_group.items():
+        digests = _digests(ours)
+        told = check_same_everywhere(group, _facts(ours), _WHAT, (proposed_run_id(), digests))
+        originals = [original for found in ours for original in found.originals]
+        lazy = [repr(original.name) for original in originals if original.is_lazy]
+        if lazy:
+            raise ConfigurationError(
+                f"rank {group.rank}: {', '.join(lazy)} of the wrapped module have no shape before "
+                "its first forward (lazy modules); run one forward on example inputs, alike on all ranks, then "
+                "wrap it"
+            )
+        if digests:
+            _compare_values([found for found in ours if not found.state.options.sync_module_states], told)
+        for found, run_id in zip(ours, new_run_ids(group, told[0][0], len(ours)), strict=True):
+            found.state.run_id = run_id
     for group, ours in by_replicas.items():
         check_same_everywhere(group, _facts(ours), _WHAT)
 
@@ -354,13 +340,13 @@ def _facts(units: Sequence[Found]) -> Facts:
     told: Options | None = None
     for k, found in enumerate(units):
         unit = f" of unit {k}" if len(units) > 1 else ""
-        for name, original in zip(found.names, found.originals, strict=True):
-            p = original.param
-            shape = "no shape yet" if name in found.lazy else tuple(original.shape)
+        for original in found.originals:
+            p: Tree = original.param
+            shape = "no shape yet" if original.is_lazy else tuple(original.shape)
             kind = "trainable" if p.requires_grad else "frozen"
-            cut = (str(p.placements),) if is_dtensor(p) else ()
+            cut = (str(p.placements),) if original.mesh is not None else ()
             along = (f"cut along dimension {original.dim}",) if original.dim else ()
-            facts.append((name + unit, (shape, str(p.dtype), kind, *cut, *along)))
+            facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along)))
         o = found.state.options
         if o is not told:  # units that one call makes have the same
             told = o
@@ -368,63 +354,77 @@ def _facts(units: Sequence[Found]) -> Facts:
     return facts
 
 
-def _digests(found: Found) -> list[str]:
+def _digests(units: Sequence[Found]) -> list[list[str]]:
     """Makes digests of values that have to be the same on all ranks; nothing where there are none yet."""
-    if found.state.options.sync_module_states or found.state.group.world_size == 1:
-        return []
-    return [
-        ""
-        if o.param.is_meta or is_lazy(o.param)
-        else hashlib.sha1(memory_of(o.values.cpu().contiguous())).hexdigest()
-        for o in found.originals
-    ]
+    made: list[list[str]] = []
+    for found in units:
+        if found.state.options.sync_module_states or found.state.group.world_size == 1:
+            continue
+        made.append([])
+        for o in found.originals:
+            there = not (o.param.is_meta or o.is_lazy)
+            made[-1].append(hashlib.sha1(memory_of(o.values.cpu().contiguous())).hexdigest() if there else "")
+    return made
 
 
-def _compare_values(found: Found, everybody: list[list[str]]) -> None:
-    group = found.state.group
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            k = next(i for i, (a, b) in enumerate(zip(theirs, everybody[0], strict=True)) if a != b)
+def _compare_values(units: Sequence[Found], told: Sequence[tuple[str, list[list[str]]]]) -> None:
+    group, (_, first) = units[0].state.group, told[0]
+    for rank, (_, theirs) in enumerate(told):
+        if theirs != first:
+            n = next(i for i, (a, b) in enumerate(zip(theirs, first, strict=True)) if a != b)
+            differing = (k for k, (a, b) in enumerate(zip(theirs[n], first[n], strict=True)) if a != b)
+            differs = units[n].originals[next(differing)]
             raise RankMismatchError(
-                f"parameter {k} of the wrapped module, {found.names[k]!r} of shape {tuple(found.originals[k].shape)}, "
-                f"has other values on rank {group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix "
+                f"parameter {differs.position} of the wrapped module, {differs.name!r} of shape {tuple(differs.shape)},"
+                f" has other values on rank {group.ranks[rank]} than on rank {group.ranks[0]}; the shards would mix "
                 "both. Seed all ranks alike, or pass sync_module_states=True to start from rank 0's"
             )
 
 
 # ------------------------------------------------------------ what can't be sharded
-def _check(found: Found) -> DeviceMesh | None:
-    """Raises ConfigurationError for what is the same on all ranks; returns the mesh of DTensors, if they are listed."""
+def _check(units: Sequence[Found]) -> None:
+    """Raises ConfigurationError for what is the same on all ranks."""
+    _refuse_writers(units)
+    checked: tuple[Options, Group] | None = None
+    for found in units:
+        options, group = found.state.options, found.state.group
+        if checked != (options, group):  # units that one call makes have the same
+            checked = options, group
+            check_options(options, group)
+        if options.precision.compression or options.reduce.compression or options.reduce.order:
+            _check_reduction(found)
+        if options.precision.compute is not None:
+            _check_codes(found, options.precision.compute)
+        if options.reshard.sends_changes:
+            _check_changes(found, options.precision.compression)
+        if options.flatten:
+            _check_names(found)
+        if options.dtensors and found.originals:
+            found.cut_over = _mesh_of_dtensors(found)
+        count = options.reshard.after_forward
+        if not isinstance(count, bool) and count < group.world_size:
+            found.state.post_forward_mesh = post_forward_mesh(group, count)
+
+
+def _check_reduction(found: Found) -> None:
     state = found.state
-    options, group = state.options, state.group
-    check_options(options.reduce, options.offload, group.backend)
-    if options.offload.masters or options.offload.activations:
-        _check_copies(options, group.backend)
-    floats = [o.param.dtype for o in found.originals if o.param.dtype.is_floating_point]
-    computed = [options.precision.compute or dtype for dtype in floats]
-    check_compressible(options.precision.compression, computed, group.backend)
-    check_compressible(
-        options.reduce.compression, [options.reduce.dtype or d for d in computed], group.backend
-    )
-    _check_codes(found, options.precision.compute)
-    if options.reshard.sends_changes:
-        _check_changes(found, options.precision.compression)
-    check_order(options.reduce, group.world_size, found.modules)
-    if state.replicas is not None and state.replicas.world_size > 1:
-        refuse_replicas(options.reduce, group, state.replicas)
-    if mesh_of(found.originals) is not None:
-        refuse_other(
-            options.reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up"
-        )
-    if group.world_size > 1:
-        _refuse_writers(found)
-    if options.flatten:
-        _check_names(found)
-    return _mesh_of_dtensors(found) if options.dtensors and found.originals else None
+    options, group, reduce = state.options, state.group, state.options.reduce
+    for compression, wire in ((options.precision.compression, None), (reduce.compression, reduce.dtype)):
+        if compression is not None:
+            floats = [o.param.dtype for o in found.originals if o.param.dtype.is_floating_point]
+            computed = [wire or options.precision.compute or dtype for dtype in floats]
+            check_compressible(compression, computed, group.backend)
+    if reduce.order is not None:
+        check_order(reduce, group.world_size, found.modules)
+        if state.replicas is not None and state.replicas.world_size > 1:
+            refuse_replicas(reduce, group, state.replicas)
+        if found.mesh is not None:
+            refuse_other(reduce, "parameters that tensor parallelism has cut, whose norms other ranks add up")
 
 
-def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend) -> None:
-    """Raises ConfigurationError for options that would have no effect."""
+def check_options(options: Options, group: Group) -> None:
+    """Raises ConfigurationError for options that would have no effect, or can't have the one they ask for."""
+    backend, reduce, offload = group.backend, options.reduce, options.offload
     if reduce.bucket_numel is not None:
         raise ConfigurationError(
             f"bucket_numel={reduce.bucket_numel} is for ShardedDDP; FSDP reduces the gradients of a unit together: "
@@ -436,27 +436,39 @@ def check_options(reduce: ReducePolicy, offload: OffloadPolicy, backend: Backend
                 f"{name}=True without masters=True or parameters=True: the shards are on {backend.device_type}, and "
                 f"{name} are where their parameters are; offload both"
             )
-
-
-def _check_copies(options: Options, backend: Backend) -> None:
-    """Raises ConfigurationError where nothing can be copied beside what is computed."""
     if not backend.has_storage:
+        _check_lazy(options, group)
+    if offload.masters:
+        notice_scaling()
+        if options.precision.compression is not None or reduce.compression is not None:
+            raise ConfigurationError(
+                "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
+            )
+
+
+def _check_lazy(options: Options, group: Group) -> None:
+    """Raises ConfigurationError for what is not where a compiler decides on memory."""
+    name, reshard = group.backend.name, options.reshard
+    if options.offload.masters or options.offload.activations:
         raise ConfigurationError(
-            f"masters=True and activations=True: on {backend.name} a step is one program, which nothing can be copied "
+            f"masters=True and activations=True: on {name} a step is one program, which nothing can be copied "
             "beside; leave them out"
         )
-    if not options.offload.masters:
-        return
-    notice_scaling()
-    if options.precision.compression is not None or options.reduce.compression is not None:
+    if reshard.frozen != "reshard":
         raise ConfigurationError(
-            "masters=True with compression: what is compressed would be rounded twice; leave one of them out"
+            f"frozen={reshard.frozen!r}: on {name} the compiler decides how long gathered values are kept; leave "
+            "it out"
+        )
+    if not isinstance(reshard.after_forward, bool) and reshard.after_forward < group.world_size:
+        raise ConfigurationError(
+            f"after_forward={reshard.after_forward}: on {name} the compiler decides what is kept between "
+            "forward and backward; use True or False"
         )
 
 
 def _check_codes(found: Found, compute: torch.dtype | None) -> None:
     """Raises ConfigurationError where codes that are stored as floating-point numbers would be cast."""
-    for name, param in zip(found.names, (o.param for o in found.originals), strict=True):
+    for name, param in [(o.name, o.param) for o in found.originals]:
         dtype = param.dtype
         if compute not in (None, dtype) and dtype.is_floating_point and hasattr(param, "quant_state"):
             raise ConfigurationError(
@@ -481,7 +493,7 @@ def _check_changes(found: Found, compression: Compression | None) -> None:
 def _check_names(found: Found) -> None:
     """Raises ConfigurationError if the module has attributes by the names that its flat parameters are to have."""
     module, rank = found.state.module, found.state.group.rank
-    for k in range(len(alike(found.originals, found.state))):
+    for k in range(len(alike(found))):
         name = f"{FLAT_PREFIX}{k}"
         if hasattr(module, name):
             raise ConfigurationError(
@@ -490,12 +502,12 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _refuse_writers(found: Found) -> None:
+def _refuse_writers(units: Sequence[Found]) -> None:
     """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
-    for path, m in found.modules:
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None:
+    for group, (path, m) in [(found.state.group, module) for found in units for module in found.modules]:
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None and group.world_size > 1:
             raise ConfigurationError(
-                f"rank {found.state.group.rank}: {path or 'the module'!r} is an {type(m).__name__} with "
+                f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with "
                 f"max_norm={m.max_norm}, "
                 "which writes to its weight in forward; in an FSDP module that is a copy of what the shards hold, and "
                 "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
@@ -517,25 +529,25 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     if options.offload.on_host or options.offload.activations:
         apart = [o for o in found.originals if o.is_apart]
         refuse_split(apart, "offloading", "Leave offload out")
-    for name, original in zip(found.names, found.originals, strict=True):
+    for original in found.originals:
         if isinstance(original, SplitParameter):
-            check_within(name, original.param, mesh, original.dim)
+            check_within(original.name, original.param, mesh, original.dim)
         if original.dim:
-            _check_dimension(found, name, original)
+            _check_dimension(found, original)
         if original.is_apart and mesh.ndim > 1 and mesh.mesh_dim_names is None:
             raise ConfigurationError(
-                f"fsdp_pre_all_gather of {name!r}, a {type(original.param).__name__}, is told which mesh cuts it, "
-                f"and the dimensions of {mesh} have no names: pass mesh_dim_names= to init_device_mesh"
+                f"fsdp_pre_all_gather of {original.name!r}, a {type(original.param).__name__}, is told which mesh cuts "
+                f"it, and the dimensions of {mesh} have no names: pass mesh_dim_names= to init_device_mesh"
             )
     return mesh
 
 
-def _check_dimension(found: Found, name: str, original: OriginalParameter) -> None:
+def _check_dimension(found: Found, original: OriginalParameter) -> None:
     group, dim = found.state.group, original.dim
     is_plain = group.backend.has_storage and original.store is None
     if not is_plain or original.shape[dim] % group.world_size:
         raise ConfigurationError(
-            f"shard_placement_fn says Shard({dim}) for {name!r}: "
+            f"shard_placement_fn says Shard({dim}) for {original.name!r}: "
             + (
                 f"FSDP does not support uneven sharding on dim {dim}: {original.shape} (world size: {group.world_size})"
                 if is_plain
@@ -546,26 +558,29 @@ def _check_dimension(found: Found, name: str, original: OriginalParameter) -> No
 
 
 # ------------------------------------------------------------ cut
-def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardLayout, torch.Tensor]:
+def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout, torch.Tensor]:
     """Cuts some parameters, and takes this rank's shard of them to where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
-    originals = [found.originals[k] for k in part]
-    is_placed = options.placement is not None and group.world_size > 1
-    shapes = [original.rows if is_placed else original.shape for original in originals]
-    layout = options.layout(shapes, group.world_size)
-    if is_placed:
+    if options.placement is not None and group.world_size > 1:
+        layout = options.layout([original.rows for original in originals], group.world_size)
         layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
+    else:
+        layout = options.layout(list(map(_shape_of, originals)), group.world_size)
     if layout.grains is not None and not group.backend.has_storage:
         # all ranks run one program: parts are of one size
         layout = ShardLayout(layout.numels, group.world_size)
-    report_padding(layout, f"{found.names[part[0]]!r} and {len(part) - 1} more parameters", group.rank)
     device = options.device or originals[0].param.device
-    if originals[0].is_apart and mesh is not None:
-        _cut_extended(found, part, device, mesh)
+    if originals[0].is_apart and found.cut_over is not None:
+        _cut_extended(found, originals, device, found.cut_over)
         return layout, no_values(layout.shard_numel, originals[0].param)
-    shard = shard_of(originals, layout, group, device, options.sync_module_states)
-    if shard.is_meta:
-        return layout, shard
+    values = list(map(_values_of, originals))
+    if True in map(_is_meta, values):
+        return layout, torch.empty(layout.shard_numel, dtype=values[0].dtype, device="meta")
+    shard = put_together(values, layout).to(device)
+    if group.world_size > 1:
+        if options.sync_module_states:
+            group.channel("buffers").broadcast(shard, 0, label="parameters of rank 0")
+        shard = own_shard(shard, layout, group).clone()
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
     if options.offload.parameters:
@@ -573,96 +588,58 @@ def _cut(found: Found, part: list[int], mesh: DeviceMesh | None) -> tuple[ShardL
     return layout, shard.cpu() if options.offload.masters else shard
 
 
-def _cut_extended(found: Found, part: list[int], device: torch.device, mesh: DeviceMesh) -> None:
+def _cut_extended(
+    found: Found, originals: list[OriginalParameter], device: torch.device, mesh: DeviceMesh
+) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     state, options = found.state, found.state.options
     policy = MixedPrecisionPolicy(options.precision.compute, options.reduce.dtype)
     senders = [g for g in (state.group, state.replicas) if g is not None and options.sync_module_states]
     over = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
-    for original in [found.originals[k] for k in part]:
+    for original in originals:
         if isinstance(original, ExtendedParameter):
             original.cut(state.group, senders, device, over, policy)
 
 
-@torch.no_grad()
-def shard_of(
-    originals: list[OriginalParameter],
-    layout: ShardLayout,
-    group: Group,
-    device: torch.device,
-    from_rank_0: bool,
-) -> torch.Tensor:
-    """Returns this rank's shard of the original parameters, [S], in their dtype.
-
-    Args:
-        layout: of the flat parameter.
-        device: where the original parameters are gathered; the shard is there too.
-        from_rank_0: rank 0's values count; else ranks hold the same ones.
-    """
-    values = [original.values for original in originals]
-    if any(v.is_meta for v in values):
-        return torch.empty(layout.shard_numel, dtype=values[0].dtype, device="meta")
-    flat = put_together([v.reshape(-1).to(device) for v in values], layout)
-    if group.world_size == 1:
-        return flat
-    if from_rank_0:
-        group.channel("buffers").broadcast(flat, 0, label="parameters of rank 0")
-    return own_shard(flat, layout, group).clone()
-
-
 # ------------------------------------------------------------ list
 def _listed(
-    found: Found, part: list[int], cut: tuple[ShardLayout, torch.Tensor], mesh: DeviceMesh | None
+    found: Found, originals: list[OriginalParameter], layout: ShardLayout, shard: torch.Tensor
 ) -> FlatParam:
     """Returns the flat parameter of some parameters, whose shard modules list from now on, or parts of it."""
-    state, (layout, shard) = found.state, cut
-    options, group, lister = state.options, state.group, state.unit_module
-    originals = [found.originals[k] for k in part]
+    state, lister = found.state, found.state.unit_module
     if lister is not None:
         lister.num_params_managed += len(originals)
-    if options.flatten and lister is not None:
-        infos = [found.infos[k] for k in part]
-        shared = [s for s in found.shared if (s[1], s[4], s[5]) in infos]
-        param: nn.Parameter = FlatParameter([shard], originals[0].param.requires_grad)
-        shapes = [original.shape for original in originals]
+    places: list[Place] = []
+    if state.options.flatten and lister is not None:
+        param: Tree = FlatParameter([shard], originals[0].param.requires_grad)
+        path_of = {m: path for path, m in found.modules}
+        infos = [(path_of[original.places[0].module], *original.places[0]) for original in originals]
+        shared = [
+            (path_of[further.module], path, *further, first, name)
+            for (path, first, name), original in zip(infos, originals, strict=True)
+            for further in original.places[1:]
+        ]
+        shapes = list(map(_shape_of, originals))
         param.__setstate__(([shape.numel() for shape in shapes], shapes, infos, shared))
-        name = f"{FLAT_PREFIX}{len(lister.flat_param_names)}"
-        lister.flat_param_names.append(name)
-        lister.register_parameter(name, param)
-        places = [Place(lister, name)]
+        places = [Place(lister, f"{FLAT_PREFIX}{len(lister.flat_param_names)}")]
+        lister.flat_param_names.append(places[0].name)
+        lister.register_parameter(places[0].name, param)
+        shard = param
         take_out(originals)
-    elif not group.backend.has_storage:  # one parameter, [S] or of one rank whole, where it was
+    elif not state.group.backend.has_storage:  # one parameter, [S] or of one rank whole, where it was
         (original,) = originals
-        values = shard.view(original.shape) if group.world_size == 1 else shard
-        param, places = nn.Parameter(values, original.param.requires_grad), original.places
+        values = shard.view(original.shape) if state.group.world_size == 1 else shard
+        shard, places = nn.Parameter(values, original.param.requires_grad), original.places
         for place in places:
             hide(place, original.param)
-            register(place, param)
-    else:
-        param, places = nn.Parameter(shard, requires_grad=False), []
-    flat = FlatParam(
-        originals, [found.names[k] for k in part], param, places, layout, group,
-        options.precision.compute, options.device, state.post_forward_mesh, options.precision.compression,
-        Mirrored if options.offload.masters else None, options.reshard.sends_changes,
+            register(place, shard)
+    options = state.options
+    return FlatParam(
+        originals, shard, places, found.cut_over, layout, state.group, options.precision.compute, options.device,
+        state.post_forward_mesh, options.precision.compression, Mirrored if options.offload.masters else None,
+        options.reshard.sends_changes,
     )  # fmt: skip
-    if not places:
-        flat.list_each(RegisteredShards(_registered(flat, part, mesh), shard))
-    return flat
-
-
-def _registered(flat: FlatParam, part: list[int], mesh: DeviceMesh | None) -> list[RegisteredShard]:
-    """Returns what modules list for each original parameter: this rank's part, a view of the shard."""
-    values, made = flat.param.data, []
-    listed = flat.layout.listed([original.shape for original in flat.originals], flat.group.rank)
-    for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
-        spec = None
-        if mesh is not None:
-            within = original.param._spec if isinstance(original, SplitParameter) else None
-            dtensor = part_here(values, mesh, original.shape, within, original.dim)
-            spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
-        made.append(RegisteredShard(flat, number, part[number], one, values, spec))
-    return made
 
 
 def _borrow(found: Found) -> list[FlatParam]:
@@ -683,15 +660,16 @@ def _borrow(found: Found) -> list[FlatParam]:
     return found.lenders()
 
 
-def name_flats(state: ShardingState, path: str = "") -> None:
+def name_flats(states: Mapping[ShardingState, str]) -> None:
     """Gives flat parameters labels that no others have in this job: ranks compare them when they gather or reduce.
 
     Args:
-        path: of the unit in its root, as soon as that is known; two roots have the same.
+        states: with the path of each in its root, as soon as that is known; two roots have the same.
     """
-    unit = f"{path or type(state.module).__name__}, unit {number_of(state.group, state.run_id)}"
-    for k, flat in enumerate(state.flats):
-        flat.label = f"parameters {k} of {unit}"
+    numbers = numbers_of([(state.group, state.run_id) for state in states])
+    for (state, path), number in zip(states.items(), numbers, strict=True):
+        for k, flat in enumerate(state.flats):
+            flat.label = f"parameters {k} of {path or type(state.module).__name__}, unit {number}"
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
@@ -745,8 +723,8 @@ def _wake(state: ShardingState) -> None:
                 f"{state.group.world_size} ranks: groups of ranks are not pickled. Save state_dict() instead"
             )
         flat.connect(state.group, state.post_forward_mesh)
-    name_flats(state)
-    _make_unit(state, [m for s in state.mates or [state] for _, m in s.own_modules()], borrowed)
+    name_flats({state: ""})
+    _run(state, [m for s in state.mates or [state] for _, m in s.own_modules()], borrowed)
     state.unit.divisors = divisors
     state.unit.attach()
 
@@ -770,13 +748,13 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
             "the process group is set of the outermost FSDP module first, then of those below it"
         )
     told = all_gather_facts(now.channel("control"), proposed_run_id(), label="a process group that is set")
-    state.run_id = new_run_id(now, told[0])
+    (state.run_id,) = new_run_ids(now, told[0])
     state.options, state.group = replace(state.options, group=process_group), now
     state.unit.release()
     for flat in state.flats:
         flat.group = now
         flat.adopt()
-    name_flats(state)
+    name_flats({state: ""})
     state.unit.attach()
 
 

@@ -61,6 +61,9 @@ class Extended(Store):
     def attach(self) -> None:
         self._give_back()
 
+    def show(self, values: torch.Tensor) -> None:
+        """Does nothing: they have memory of their own."""
+
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         self.state = GATHERING
         if self._flat.host is not None:
@@ -155,9 +158,6 @@ class ExtendedParameter(OriginalParameter):
 
     def assign(self, values: torch.Tensor) -> None:
         """Does nothing: it has memory of its own."""
-
-    def listed(self, part: torch.Tensor) -> torch.Tensor:
-        return self.part  # type: ignore[no-any-return]
 
     def replace(self, empty: torch.Tensor) -> None:
         """Gives it a shape until the next gather."""

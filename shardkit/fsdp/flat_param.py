@@ -17,18 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..backend import Group
+from ..flattening.flat_parameter import FlatParameter
 from ..layout import ShardLayout
+from ..optimizers.shards import note_listings
 from ..policy import Compression, ReducePolicy
-from ..reduction.compression import BlockFormat, format_for
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
-from .optimizer_check import check_first_steps
 from .originals import (
     OriginalParameter,
     Place,
@@ -37,9 +39,21 @@ from .originals import (
     backward_when_summoned,
     note_originals,
 )
-from .registered import Registered, RegisteredShards, UnlistedShard, filled_by_parts, note_registered
+from .registered import (
+    Registered,
+    RegisteredShards,
+    ShardedFlatParameter,
+    UnlistedShard,
+    class_of,
+    filled_by_parts,
+    watch_asked_gradients,
+)
 from .store import FULL, KEPT, RELEASED, SUMMONED, Store, store_for
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_AS_IT_IS, _name_of = ReducePolicy(), attrgetter("name")
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -48,9 +62,9 @@ class FlatParam:
 
     Args:
         originals: in the order in which they lie in it.
-        names: path of each in the unit's module.
-        param: this rank's shard [S] in full precision, as the optimizer sees it where it is listed.
-        places: where it is listed; none where original parameters are listed one by one (:meth:`list_each`).
+        shard: this rank's, [S], in full precision; where it is listed a parameter, as the optimizer sees it.
+        places: where that is; none where original parameters are listed one by one.
+        mesh: over which these are listed as DTensors, if they are.
         layout: where original parameters and shards lie.
         group: ranks that share it.
         compute_dtype: dtype while gathered; None for the shard's own.
@@ -61,6 +75,10 @@ class FlatParam:
         sends_changes: of what ranks have received before, only what has changed since is gathered.
 
     Attributes:
+        names: path of each in the unit's module.
+        compute_dtype: of what is gathered; complex numbers and integers stay what they are.
+        compute_device: of the original parameters while gathered.
+        is_whole: this rank's shard has all values, as they are computed with.
         shards: what modules list for the original parameters; None where ``param`` is listed.
         listings: what registered parameters are listed for: itself, or its original parameters one by one.
         versioned: tensors whose versions change with every change of the shard.
@@ -89,20 +107,18 @@ class FlatParam:
     post_forward_mesh: Group | None
 
     def __init__(
-        self, originals: Sequence[OriginalParameter], names: Sequence[str], param: nn.Parameter,
-        places: Sequence[Place], layout: ShardLayout, group: Group,
+        self, originals: Sequence[OriginalParameter], shard: torch.Tensor,
+        places: Sequence[Place], mesh: DeviceMesh | None, layout: ShardLayout, group: Group,
         compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
         compression: Compression | None = None, offloaded: type[Store] | None = None, sends_changes: bool = False,
     ) -> None:  # fmt: skip
         self.originals = list(originals)
-        self.names = list(names)
-        self.param = param
+        self.names = list(map(_name_of, originals))
         self.places = list(places)
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Registered] = [self]
-        self.versioned: Sequence[torch.Tensor] = [param]
         self.trains = self.lists_dtensors = self.keeps_on_host = False
-        self.reduce = ReducePolicy()
+        self.reduce = _AS_IT_IS
         self.group = group
         self.layout = layout
         self.label, self.paths = "", [""]
@@ -115,28 +131,14 @@ class FlatParam:
         self.modules: Sequence[nn.Module] = ()
         self.chosen_dtype = compute_dtype
         self._compute_device = compute_device
-        self._compression = compression
+        self.compression = compression
         self.offloaded, self.sends_changes = offloaded, sends_changes
+        if not places:
+            self.shards = RegisteredShards(self, shard, mesh)
+            self.listings, self.lists_dtensors = self.shards.each, self.shards.are_dtensors
+            shard = UnlistedShard.of(shard, self.shards)
+        self.param: nn.Parameter = shard  # type: ignore[assignment]
         self._settle(None)
-        check_first_steps()
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Returns the dtype of what is gathered; complex numbers and integers stay what they are."""
-        chosen, own = self.chosen_dtype, self.param.dtype
-        return chosen if chosen is not None and own.is_floating_point else own
-
-    @property
-    def compute_device(self) -> torch.device:
-        """Returns the device of the original parameters while gathered."""
-        return self._compute_device or self.param.device
-
-    @property
-    def blocks(self) -> BlockFormat | None:
-        """Returns the blocks in which shards travel; None: as they are."""
-        if self.group.world_size == 1:
-            return None
-        return format_for(self._compression, self.layout.shard_numel, self.compute_dtype)
 
     # ------------------------------------------------------------ what modules list
     @property
@@ -146,27 +148,26 @@ class FlatParam:
 
     first = position = 0  # it has all of its original parameters
 
-    @property
-    def path(self) -> str:
-        """The unit's path in the root module, as far as it is known."""
-        return self.paths[0]
-
     def path_of(self, number: int) -> str:
-        """Returns the same for the module that an original parameter's name is of."""
+        """Returns the path in the root, as far as it is known, of the module that a parameter's name is of."""
         home = self.originals[number].home
         return self.paths[home] if home < len(self.paths) else ""
 
-    def list_each(self, shards: RegisteredShards) -> None:
-        """From now on modules list these, whose memory is the shard's."""
-        self.shards, self.listings = shards, shards.each
-        self.lists_dtensors = shards.are_dtensors
-        self.param = UnlistedShard.of(self.param.data, shards)
-        self._note_listings()
-
     def _note_listings(self) -> None:
-        self._seen = (self.param.dtype, self.param.device)
-        self.versioned = [self.param] if self.shards is None else self.shards.versioned
-        note_registered(self.listings)
+        own, chosen, device = self.param, self.chosen_dtype, self._compute_device
+        self._seen = own.dtype, own.device
+        self.compute_dtype = chosen if chosen is not None and own.dtype.is_floating_point else own.dtype
+        self.compute_device = own.device if device is None else device
+        self.is_whole = self.group.world_size == 1 and self._seen == (self.compute_dtype, self.compute_device)
+        self.versioned: Sequence[torch.Tensor] = [own] if self.shards is None else self.shards.versioned
+        if type(own) is FlatParameter:
+            own.__class__ = ShardedFlatParameter
+        for listing in self.listings:
+            kind = listing.originals[0].listed_as
+            if kind is not None and not isinstance(listing.param, kind):
+                listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
+        note_listings(self.listings)
+        watch_asked_gradients()
 
     def collect(self) -> None:
         """Takes values from registered parameters whose memory was replaced."""
@@ -192,40 +193,29 @@ class FlatParam:
         """Inside :meth:`summoned`."""
         return self.store.state is SUMMONED
 
-    def adopt(self) -> bool:
-        """Chooses a store whenever the shard's device or dtype changed, and makes original parameters see it.
+    def adopt(self) -> None:
+        """Chooses a store whenever the shard's device or dtype changed, and makes original parameters see it."""
+        self._settle(self.store)
 
-        Returns:
-            Whether original parameters had to be replaced by other objects (devices between which tensors can't
-            change).
-        """
-        return self._settle(self.store)
-
-    def _settle(self, before: Store | None) -> bool:
+    def _settle(self, before: Store | None) -> None:
         self.held_at: int | None = None
         self.kept_at: tuple[int, int] | None = None
         self.host: torch.Tensor | None = None
         self._note_listings()
         self.store = store_for(self, before)
         self.store.users = 0
-        replaced = self._make_originals()
-        self.store.attach()
-        return replaced
-
-    def _make_originals(self) -> bool:
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
-        empty, replaced = torch.empty(0, dtype=self.compute_dtype, device=target), False
+        empty = torch.empty(0, dtype=self.compute_dtype, device=target)
         for original in self.originals:
             old = original.param
             with as_tensors():  # asked of parameters whose values can't be read now, too
                 fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
-            if not fits:
+            if not fits:  # devices between which tensors can't change
                 original.replace(empty)
                 for place in original.places:
                     place.module.__dict__[place.name] = original.param
-                replaced = True
         note_originals(self)
-        return replaced
+        self.store.attach()
 
     # ------------------------------------------------------------ gathering
     def use(self) -> Store | None:

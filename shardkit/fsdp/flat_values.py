@@ -13,7 +13,7 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError
-from ..layout import Align, ShardLayout, aligned_shards, gaps_between, packed_layout, rows_layout
+from ..layout import Align, ShardLayout, aligned_shards, packed_layout, rows_layout
 
 logger = logging.getLogger("shardkit")
 
@@ -56,7 +56,7 @@ class RowsLayout:
 
     def __call__(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
         block = self.align if isinstance(self.align, int) else 1
-        return rows_layout(tuple(tuple(shape) for shape in shapes), world_size, block)
+        return rows_layout(tuple(map(tuple, shapes)), world_size, block)
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,21 @@ class EachAlone:
 
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     """Returns the items in [N or more], each in one dimension: views."""
-    if layout.starts is None:
-        numels = layout.numels
-        parts = torch.split_with_sizes(values, [*numels, values.numel() - sum(numels)])
-        return list(parts[: len(numels)])
-    return [values[start : start + n] for start, n in zip(layout.starts, layout.numels, strict=True)]
+    sizes, numbers = layout.parts
+    parts = torch.split_with_sizes(values, [*sizes, values.numel() - layout.numel])
+    return list(map(parts.__getitem__, numbers))
 
 
 def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Tensor:
-    """Returns items, each in one dimension, as the flat parameter [W * S]; zeros are between and behind them."""
-    placed = list(zip(layout.offsets(), rows, strict=True))
-    gaps = gaps_between([(start, row.numel()) for start, row in placed], layout.padded_numel)
-    placed += [(start, rows[0].new_zeros(numel)) for start, numel in gaps]
-    return torch.cat([row for _, row in sorted(placed, key=lambda part: part[0])])
+    """Returns items of any shape as the flat parameter [W * S]; zeros are between and behind them."""
+    sizes, numbers = layout.parts
+    placed: dict[int, torch.Tensor] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        placed[number] = row.reshape(-1)
+    for number, size in enumerate([*sizes, layout.padded_numel - layout.numel]):
+        if number not in placed and size:
+            placed[number] = rows[0].new_zeros(size)
+    return torch.cat(list(map(placed.__getitem__, sorted(placed))))
 
 
 def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
@@ -110,6 +112,8 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
 
 def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
     """Returns this rank's shard [S] of a flat parameter's values, items in their places; a view where possible."""
+    if type(layout) is ShardLayout and layout.runs == 1 and not layout.copies:
+        return own_part(values, group)
     blocks = values.split([block.padded_numel for block in layout.blocks])
     parts = [
         block[:1]
@@ -167,16 +171,14 @@ def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     return made
 
 
-def report_padding(layout: ShardLayout, what: str, rank: int) -> None:
-    """Logs what alignment costs in memory and on the wire; warns if that is much."""
-    if layout.starts is None or rank:
-        return
-    padding = layout.padded_numel - sum(layout.numels)
-    share = padding / max(1, layout.padded_numel)
-    logger.log(
-        logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO,
-        "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter",
-        what,
-        padding,
-        100 * share,
-    )
+def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None:
+    """Logs what alignment of these parameters costs in memory and on the wire; warns if that is much."""
+    shown = logger.getEffectiveLevel()
+    for names, layout in layouts:
+        padding = 0 if layout.starts is None else layout.padded_numel - sum(layout.numels)
+        share = padding / max(1, layout.padded_numel)
+        level = logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO
+        if padding and level >= shown:
+            what = f"{names[0]!r} and {len(names) - 1} more parameters"
+            text = "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter"
+            logger.log(level, text, what, padding, 100 * share)

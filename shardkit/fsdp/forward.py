@@ -243,7 +243,7 @@ def become_root(state: ShardingState) -> Engine:
     names = {id(s.door): path for path, s in named_units(state.door)}
     for s in states:
         s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
-        name_flats(s, s.unit.name or "the root")
+    name_flats({s: s.unit.name or "the root" for s in states})
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
     training_begins(state.group)

@@ -44,11 +44,11 @@ from .forward import (
     watched,
 )
 from .originals import check_asker
-from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of
+from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, units_in
 from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place
 from .torch_class import note_state_for_torch, own_class, sharded_class
-from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words, modules_of, outermost_of
+from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words
 from .wrapper import Door
 
 if TYPE_CHECKING:
@@ -103,18 +103,17 @@ def fully_shard(
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    words, given = in_torchs_words(torchs_words), modules_of(module)
-    modules = given
-    inside = [
-        [s.module for s in map(state_of, m.modules()) if s is not None and s.options.dtensors]
-        for m in modules
-    ]
+    words, given = in_torchs_words(torchs_words), [module] if isinstance(module, nn.Module) else [*module]
+    units = list(map(units_in, given))
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
-        are_torchs = bool(torchs_words) or mesh is not None or any(inside)
-        dtensors = are_torchs and ours.count(None) == len(ours) and _are_dtensors_meant(modules)
-    if dtensors and len(modules) > 1:
-        modules = outermost_of(modules)
+        are_inside = any(s.options.dtensors for found in units for s in found)
+        are_torchs = bool(torchs_words) or mesh is not None or are_inside
+        dtensors = are_torchs and ours.count(None) == len(ours) and _are_dtensors_meant(given)
+    modules = given
+    if dtensors and len(given) > 1:  # of modules that lie in others these
+        inside = {id(m) for other in given for m in other.modules() if m is not other}
+        modules = [m for m in given if id(m) not in inside]
     mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
     casts = words.casts_inputs
     group, replicas = shards_and_replicas_of(mesh, group, replicas)
@@ -125,13 +124,11 @@ def fully_shard(
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
         dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
     )  # fmt: skip
-    states: list[ShardingState] = []
-    for k, each in enumerate(given):
-        _check(each, dtensors, [*inside[k], *given[:k]])
-    for each in modules:
-        states.append(ShardingState(each, each, options, Ignored(parameters=set(words.ignored_params or ()))))
-    for state in states if dtensors and len(states) > 1 else ():
-        state.mates = states
+    _check(given, units, dtensors)
+    ignored = Ignored(parameters=set(words.ignored_params or ()))
+    states = [ShardingState(each, each, options, ignored) for each in modules]
+    for home, state in enumerate(states if dtensors and len(states) > 1 else ()):
+        state.mates, state.home = states, home
     shard(states)
     for state in states:
         InPlace(state).install()
@@ -148,22 +145,27 @@ def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
     return backend_for([] if some is None else [some], None).has_storage
 
 
-def _check(module: nn.Module, dtensors: bool, without: list[nn.Module]) -> None:
-    if state_of(module) is not None:
-        raise ConfigurationError(
-            f"this {type(module).__name__} is sharded already; call fully_shard once for each"
-        )
-    if (
-        dtensors
-        and isinstance(module, nn.ModuleList | nn.ModuleDict)
-        and type(module).forward is nn.Module.forward
-    ):
-        raise ConfigurationError(
-            f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): nobody "
-            "calls them. Shard their members, each or as a list"
-        )
+def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], dtensors: bool) -> None:
+    """Raises ConfigurationError for modules that can't be sharded, or have been.
+
+    Args:
+        units: those of each, and of what is inside.
+    """
     may_list = (lambda p: is_dtensor(p) or is_extended(p)) if dtensors else None
-    check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
+    for k, (module, inside) in enumerate(zip(modules, units, strict=True)):
+        if inside and inside[0].door is module:
+            raise ConfigurationError(
+                f"this {type(module).__name__} is sharded already; call fully_shard once for each"
+            )
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if dtensors and is_container and type(module).forward is nn.Module.forward:
+            raise ConfigurationError(
+                f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): "
+                "nobody calls them. Shard their members, each or as a list"
+            )
+        without = list(modules[:k])
+        without += [s.module for s in inside if s.options.dtensors] if inside else []
+        check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
 
 
 class _Call(NamedTuple):
@@ -195,11 +197,21 @@ class InPlace:
 
     def install(self) -> None:
         module, state = self._state.door, self._state
+        handle: Any
+        hooks: Any
         module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
         # before those that refuse state dicts of modules inside
-        _first(module.register_state_dict_pre_hook(self._begin_state_dict), module._state_dict_pre_hooks)
-        _first(module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks)
+        handle, hooks = (
+            module.register_state_dict_pre_hook(self._begin_state_dict),
+            module._state_dict_pre_hooks,
+        )
+        hooks.move_to_end(handle.id, last=False)
+        handle, hooks = (
+            module.register_load_state_dict_pre_hook(self._begin_load),
+            module._load_state_dict_pre_hooks,
+        )
+        hooks.move_to_end(handle.id, last=False)
         module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
         # what is asked of a module by these names: by its parent, torch.distributed.checkpoint, accelerate
@@ -386,8 +398,3 @@ class InPlace:
         wake(self._state)
         check_pickled(self._state)
         return {"_state": self._state, "_calls": [], "_is_refused": False, "_method": None}
-
-
-def _first(handle: Any, hooks: Any) -> None:
-    """Makes the hook that was registered last the first."""
-    hooks.move_to_end(handle.id, last=False)

@@ -10,6 +10,7 @@ they are in the optimizer's step, as in a plain process (see ``optimizer_check.p
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,8 @@ from .flat_values import rank_by_rank
 from .originals import SplitParameter, as_tensors
 from .registered import Registered, add_gradient
 
-_grad_of = attrgetter("param.grad")
+_grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
+_shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
 # Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
@@ -51,6 +53,37 @@ def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
     """Returns the dtype in which gradients are packed."""
     own = flat.compute_dtype
     return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
+
+
+@functools.lru_cache(maxsize=256)  # a model has many units of the same shapes
+def _form_for(
+    layouts: tuple[ShardLayout, ...],
+    trainable: tuple[bool, ...],
+    are_listed: bool,
+    itemsize: int | None,
+    block: int | None,
+) -> tuple[PackedForm, list[tuple[int, int]]]:
+    """Returns where gradients and flags lie, and of each layout the number of its first item and where its part begins.
+
+    Args:
+        are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
+        itemsize: of the memory that is written to, if it is.
+        block: of so many numbers, in which they travel.
+    """
+    step = block or (1 if itemsize is None else alignment(itemsize))
+    places, pieces, first, size = list[tuple[int, int]](), list[Piece](), 0, 0
+    for layout in layouts:
+        size = rounded_up(size, step)
+        places.append((first, size))
+        for p in layout.pieces():
+            if trainable[first + p.item]:
+                pieces.append(p._replace(item=first + p.item, offset=size + p.offset) if first else p)
+        first, size = first + len(layout.numels), size + layout.shard_numel
+    if block is not None:  # flags are in blocks of their own
+        size = rounded_up(size, step)
+    flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
+    sizes = [size] * layouts[0].world_size
+    return PackedForm(pieces, sizes, even=True, step=step, flagged=flagged), places
 
 
 class GradientPack(ABC):
@@ -78,7 +111,7 @@ class GradientPack(ABC):
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
         # K of [Note: fixed order], 0 without one
-        self._microbatches = microbatches(reduce, group.world_size)
+        self._microbatches = 0 if reduce.order is None else microbatches(reduce, group.world_size)
         if self._microbatches:
             divisors = 1.0, 1.0
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
@@ -92,34 +125,30 @@ class GradientPack(ABC):
         self.replicas: Group | CompressedAllReduce | None = None
         self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
         with as_tensors():
-            self.trainable = [m.param.requires_grad for m in self._originals]
+            self.trainable = list(map(_requires_grad, self._originals))
         self.trains = True in self.trainable
-        self._split = [(k, m) for k, m in enumerate(self._originals) if isinstance(m, SplitParameter)]
+        self._split: list[tuple[int, SplitParameter]] = []
+        for k, m in enumerate(self._originals):
+            if isinstance(m, SplitParameter):
+                self._split.append((k, m))
         self._in_blocks = blocks is not None
-        step = alignment(self._dtype.itemsize) if group.backend.has_storage else 1
-        if blocks is not None:
-            step = blocks.numel
-        self._in_runs: list[tuple[int, ShardLayout]] = []
-        places, pieces, first, size = [], list[Piece](), 0, 0
-        for f in flats:
-            size = rounded_up(size, step)
-            places.append((f, first, size))
-            if f.layout.runs > 1:
-                self._in_runs += [(first + k, one) for k, one in enumerate(f.layout.blocks) if one.runs > 1]
-            for p in f.layout.pieces():
-                if self.trainable[first + p.item]:
-                    pieces.append(p._replace(item=first + p.item, offset=size + p.offset) if first else p)
-            first, size = first + len(f.originals), size + f.layout.shard_numel
-        if blocks is not None:  # flags are in blocks of their own
-            size = rounded_up(size, step)
-        # where each is listed by itself, all ranks have to know which ones have a gradient, not only those with a part
-        flagged = [k for k, trains in enumerate(self.trainable) if trains and flat.shards is not None]
-        self._form = PackedForm(pieces, [size] * group.world_size, even=True, step=step, flagged=flagged)
+        itemsize = self._dtype.itemsize if group.backend.has_storage else None
+        self._form, places = _form_for(
+            tuple(map(_layout_of, flats)),
+            tuple(self.trainable),
+            flat.shards is not None,
+            itemsize,
+            None if blocks is None else blocks.numel,
+        )
         self.part_numel = self._form.sizes[group.rank]
         here, self._parts = self._form.items[group.rank], list[_Part]()
-        for f, first, start in places:
+        self._in_runs: list[tuple[int, ShardLayout]] = []
+        for f, (first, start) in zip(flats, places, strict=True):
             own = range(first, first + len(f.originals))
-            self._parts.append((f, first, start, [k - first for k in here if k in own]))
+            items = here if len(flats) == 1 else [k - first for k in here if k in own]
+            self._parts.append((f, first, start, items))
+            if f.layout.runs > 1:
+                self._in_runs += [(first + k, one) for k, one in enumerate(f.layout.blocks) if one.runs > 1]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()
 
@@ -328,7 +357,7 @@ class StoredPack(GradientPack):
 
     def _lay_out(self) -> None:
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
-        shapes = [m.shape for m in self._originals]
+        shapes = list(map(_shape_of, self._originals))
         self._pack = WrittenPack(self._form, self._packed, shapes, in_blocks=self._in_blocks)
         self._group.backend.release_storage(self._packed)
 
@@ -470,6 +499,7 @@ def pack_for(
     return pack
 
 
+@functools.cache
 def predivide_factor(world_size: int) -> int:
     """Returns the power of two next to the root of the world size that divides it (fairscale's choice)."""
     factor = 1

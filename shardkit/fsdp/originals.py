@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from operator import lt, or_
+from operator import attrgetter, lt, or_
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 as_tensors = torch._C.DisableTorchFunctionSubclass
 
 
+_param_of = attrgetter("param")
 _GRADIENT = frozenset({"get grad", "get _grad", "set grad", "set _grad", "delete grad"})
 
 
@@ -144,6 +145,8 @@ class OriginalParameter:
         listed_as: whose methods what modules list of it has, too.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
+        name: path in that module, the first where it has several.
+        position: among the parameters of that module.
         dim: along which it is cut.
     """
 
@@ -159,17 +162,15 @@ class OriginalParameter:
     of_shard: type[ViewOfShard] = ViewOfShard
 
     kind: Any
+    name: str
+    position: int
+    values = property(attrgetter("param.data"), doc="Returns those that lie in the flat parameter.")
 
     def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
         self.param, self.places, self.home = param, [place], home
-        self.is_lazy = is_lazy(param)
-        self.shape = torch.Size() if self.is_lazy else param.shape
         self.kind = GatheredParameter if type(param) is nn.Parameter else type(param)
-
-    @property
-    def values(self) -> torch.Tensor:
-        """Returns those that lie in the flat parameter."""
-        return self.param.data
+        self.is_lazy = self.kind is not GatheredParameter and is_lazy(param)
+        self.shape = torch.Size() if self.is_lazy else param.shape
 
     @property
     def written(self) -> torch.Size:
@@ -185,10 +186,6 @@ class OriginalParameter:
         return torch.Size(
             (*self.shape[self.dim : self.dim + 1], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
         )
-
-    def listed(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns what modules list of it where this is its part of the shard."""
-        return part
 
     def assign(self, values: torch.Tensor) -> None:
         """Makes these its values from now on, [numel]: a view."""
@@ -287,7 +284,7 @@ class Owner(NamedTuple):
 
 # Of original parameters, by id. Neither these nor flat parameters, which hold them, are kept alive. What is noted ends
 # with the flat parameter.
-_owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
+known_originals: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
 # owners of views of original parameters that a program keeps
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -295,34 +292,34 @@ _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the 
 
 
 def _owner_of(param: torch.Tensor) -> Owner | None:
-    found = _owners.get(id(param))
+    found = known_originals.get(id(param))
     flat = None if found is None or found[0]() is not param else found[1]()
     return None if found is None or flat is None else Owner(flat, found[2])
 
 
 def managing(param: nn.Parameter) -> FlatParam | None:
     """Returns the flat parameter that manages an original parameter, None for other parameters."""
-    owner = _owner_of(param)
-    return None if owner is None else owner.flat
+    found = known_originals.get(id(param))
+    return None if found is None or found[0]() is not param else found[1]()
 
 
 def note_originals(flat: FlatParam) -> None:
     """Makes these parameters known as the original parameters of a flat parameter."""
-    keys = [id(original.param) for original in flat.originals]
+    keys = list(map(id, map(_param_of, flat.originals)))
 
     def forget(gone: weakref.ref[FlatParam]) -> None:
         for key in keys:
-            if key in _owners and _owners[key][1] is gone:
-                del _owners[key]
+            if key in known_originals and known_originals[key][1] is gone:
+                del known_originals[key]
 
     owner = weakref.ref(flat, forget)
     for number, original in enumerate(flat.originals):
-        _owners[keys[number]] = weakref.ref(original.param), owner, number
+        known_originals[keys[number]] = weakref.ref(original.param), owner, number
 
 
 def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
     """Notes that this tensor, which is about to become released, is a view of that original parameter."""
-    _views[tensor] = _owners[id(param)][1:]
+    _views[tensor] = known_originals[id(param)][1:]
 
 
 def note_copying(flats: Sequence[FlatParam], memo: Memo) -> None:

@@ -37,7 +37,7 @@ from ..backend import Group
 from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
-from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
+from ..optimizers.shards import changed_by_steps, listing_of, shard_behind
 from ..reduction.shard_gradients import ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import (
     as_parameter,
@@ -46,14 +46,16 @@ from ..torch_seams.dtensors import (
     is_dtensor,
     local_of,
     of_dtensors,
+    part_here,
 )
 from ..torch_seams.hooks import check_asked_gradients
 from ..torch_seams.tensor_facts import as_plain
 from ..types import StateDict
 from .extended import ExtendedParameter, no_values
-from .originals import OriginalParameter, Place, as_tensors, mesh_of
+from .originals import OriginalParameter, Place, SplitParameter, as_tensors, mesh_of
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from .flat_param import FlatParam
@@ -62,23 +64,19 @@ Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
 
 _grad_of, _address_of, _local_of = attrgetter("grad"), torch.Tensor.data_ptr, attrgetter("_local_tensor")
+_param_of, _offset_of, _shape_of = attrgetter("param"), attrgetter("offset"), attrgetter("shape")
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
-def note_registered(listings: Sequence[Registered]) -> None:
-    """Makes it known that their parameters are listed for these."""
-    for listing in listings:
-        if type(listing.param) is FlatParameter:
-            listing.param.__class__ = ShardedFlatParameter
-        kind = listing.originals[0].listed_as
-        if kind is not None and not isinstance(listing.param, kind):
-            listing.param.__class__ = _class_of(kind, type(listing.param))  # type: ignore[assignment]
-    note_listings(listings)
+@functools.cache
+def watch_asked_gradients() -> None:
+    """Refuses backwards that are asked for gradients of shards, from now on."""
     check_asked_gradients(_refuse_shards)
 
 
 @functools.cache
-def _class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
+def class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Makes the class of what is listed one that has another's methods, too."""
     if not issubclass(listed, nn.Parameter):
         return of_dtensors(kind, listed)
     return type(kind.__name__, (kind, listed), {})
@@ -120,18 +118,19 @@ class RegisteredShard:
         self,
         flat: FlatParam,
         number: int,
-        position: int,
         listed: Listed,
         values: torch.Tensor,
         spec: DTensorSpec | None,
     ) -> None:
-        self.flat, self.first, self.position = flat, number, position
+        self.flat, self.first = flat, number
         self.original = original = flat.originals[number]
-        self.originals, self.places = [original], original.places
+        self.originals, self.places, self.position = [original], original.places, original.position
         self.layout, self.offset, self.shape = listed
         self.numel = numel = math.prod(self.shape)
         self.spec = spec
-        part = original.listed(values[self.offset : self.offset + numel].view(self.shape))
+        part = values[self.offset : self.offset + numel].view(self.shape)
+        if isinstance(original, ExtendedParameter):
+            part = original.part
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
@@ -193,34 +192,34 @@ class RegisteredShards:
         has_copies: every rank has all of some of them.
     """
 
-    def __init__(self, each: Sequence[RegisteredShard], shard: torch.Tensor) -> None:
-        self.each = list(each)
-        self._gradients: StorageWeakRef | None = (
-            None  # where DTensors' were last, at offsets that they don't tell
-        )
-        self._lay_out(shard.numel())
-        self._note_memory(shard)
-
-    def _lay_out(self, numel: int) -> None:
-        """Cuts a shard [S] once for all gradients: into what is listed, and what is between."""
-        self._split: list[int] = []
+    def __init__(self, flat: FlatParam, shard: torch.Tensor, mesh: DeviceMesh | None) -> None:
+        self.each: list[RegisteredShard] = []
+        self.are_dtensors, self._are_apart = mesh is not None, flat.originals[0].is_apart
+        # where DTensors' gradients were last, at offsets that they don't tell
+        self._gradients: StorageWeakRef | None = None
+        listed = flat.layout.listed(list(map(_shape_of, flat.originals)), flat.group.rank)
+        for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
+            spec = None
+            if mesh is not None:
+                within = original.param._spec if isinstance(original, SplitParameter) else None
+                dtensor = part_here(shard, mesh, original.shape, within, original.dim)
+                spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
+            self.each.append(RegisteredShard(flat, number, one, shard, spec))
+        # how a shard [S] is cut for all gradients: into what is listed, and what is between
+        self._split = [0]
         # of which part, in which shape
-        self._parts: list[tuple[int, tuple[int, ...]]] = [(0, ()) for _ in self.each]
-        end = 0
-        for offset, size, k in sorted([(r.offset, r.numel, k) for k, r in enumerate(self.each)]):
-            if size == 0:
-                continue
-            self._split += [offset - end, size]
-            self._parts[k] = len(self._split) - 1, self.each[k].shape
-            end = offset + size
-        self._split += [0, numel - end]
-        self.are_dtensors = self._are_apart = self.has_copies = False
-        for k, r in enumerate(self.each):
-            if r.numel == 0:
-                self._parts[k] = len(self._split) - 2, r.shape
-            self.are_dtensors = self.are_dtensors or r.spec is not None
-            self._are_apart = self._are_apart or r.original.is_apart
+        self._parts: list[tuple[int, tuple[int, ...]]] = []
+        self.has_copies, end = False, 0
+        places: dict[int, int] = {}
+        for r in sorted(self.each, key=_offset_of):
+            if r.numel:
+                self._split += [r.offset - end, r.numel]
+                places[r.first], end = len(self._split) - 1, r.offset + r.numel
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
+        self._split.append(shard.numel() - end)
+        for r in self.each:
+            self._parts.append((places.get(r.first, 0), r.shape))
+        self._note_memory(shard)
 
     def __getstate__(self) -> StateDict:
         """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
@@ -229,12 +228,12 @@ class RegisteredShards:
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
-        self.params = [r.param for r in self.each]
+        self.params = list(map(_param_of, self.each))
         self._gradients = None
 
     def _note_memory(self, shard: torch.Tensor) -> None:
-        self.params = [r.param for r in self.each]
-        self._locals = [r.local(r.param) for r in self.each]
+        self.params = list(map(_param_of, self.each))
+        self._locals = list(map(_local_of, self.params)) if self.are_dtensors else self.params
         self.versioned = [*self.params, *self._locals, shard] if self.are_dtensors else self.params
         has_memory = not shard.is_meta and not self._are_apart
         self._addresses = list(map(_address_of, self._locals)) if has_memory else []

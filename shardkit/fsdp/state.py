@@ -136,6 +136,7 @@ class ShardingState:
         ignored: what of it is not.
         flats: its flat parameters; of several modules that are one unit, the unit's.
         mates: the states of all of these, in order; none where it is alone.
+        home: its place among these; see :class:`~.originals.OriginalParameter`.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
         nesting: how many units lie one inside another here.
         group: ranks among which it is sharded.
@@ -165,6 +166,7 @@ class ShardingState:
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.mates: list[ShardingState] = []
+        self.home = 0
         self.shared_paths: list[tuple[str, str]] = []
         self.nesting = 1
         self.group: Group
@@ -224,31 +226,13 @@ class ShardingState:
             return self.options.device
         return self.flats[0].param.device if self.flats else self.group.backend.device()
 
-    def make_unit(self, borrowed: list[FlatParam]) -> None:
-        """Makes the unit that the engine runs, of the flat parameters there are; modules of one unit share it."""
-        for mate in self.mates:
-            if mate.__dict__.get("unit") is not None:
-                self.unit = mate.unit
-                return
-        keeps = self.options.reshard.after_forward is False
-        self.unit = Unit(self.flats, borrowed, keeps, self.options.reduce, self.divisors, self.replicas)
-        self.unit.doors = max(1, len(self.mates))
-        self.unit.keeps_frozen = self.options.reshard.frozen in ("keep", "host")
-        for flat in self.flats:
-            flat.keeps_on_host = self.options.reshard.frozen == "host"
-
-    @property
-    def home(self) -> int:
-        """Numbers its place among the modules that are one unit; see :class:`~.originals.OriginalParameter`."""
-        return next((k for k, m in enumerate(self.mates) if m is self), 0)
-
     def own_modules(self, prefix: str = "") -> list[tuple[str, nn.Module]]:
         """Lists ``named_modules`` of the module, without those below other units, and those that it ignores."""
         return modules_outside_units(self.module, prefix, self.door, self.ignored.modules)
 
     def states(self) -> list[ShardingState]:
         """Returns this one and those of units below, the outermost first."""
-        return [self, *units_below(self, nested=True)]
+        return [self, *units_in(self.door, self)]
 
     def all_flats(self) -> list[FlatParam]:
         """Returns the flat parameters of these."""
@@ -328,15 +312,24 @@ def modules_outside_units(
     prefix: str = "",
     door: nn.Module | None = None,
     without: Collection[nn.Module] = (),
+    below: list[ShardingState] | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """Lists ``named_modules`` of a module, without those at and below doors other than this one, and some others."""
+    """Lists ``named_modules`` of a module, without those at and below doors other than this one, and some others.
+
+    Args:
+        below: gets the states of these doors.
+    """
     found: list[tuple[str, nn.Module]] = []
     seen, waiting = set[nn.Module](without), [(prefix, module)]
     while waiting:
         path, m = waiting.pop()
-        if m in seen or (m is not door and id(m) in _states and state_of(m) is not None):
+        if m in seen:
             continue
         seen.add(m)
+        if m is not door and id(m) in _states and (other := state_of(m)) is not None:
+            if below is not None:
+                below.append(other)
+            continue
         found.append((path, m))
         for name, child in reversed(m._modules.items()):
             if child is not None:
@@ -344,20 +337,21 @@ def modules_outside_units(
     return found
 
 
-def units_below(state: ShardingState, *, nested: bool = False) -> list[ShardingState]:
-    """Lists the units inside of a state's module, the outermost first; with ``nested`` those inside of these, too."""
+def units_in(module: nn.Module, own: ShardingState | None = None) -> list[ShardingState]:
+    """Lists the units of a module, and of what is inside of it, the outermost first; without its ``own``."""
     found: list[ShardingState] = []
-    seen, waiting = set[nn.Module](), [state.door if nested else state.module]
+    seen, waiting = set[nn.Module](), [module]
     while waiting:
         m = waiting.pop()
         if m in seen:
             continue
         seen.add(m)
         below = state_of(m) if id(m) in _states else None
-        if below is not None and below is not state:
+        if below is not None and below is not own:
             found.append(below)
-        if nested or below is None or below is state:
-            waiting += [child for child in reversed(m._modules.values()) if child is not None]
+        for child in reversed(m._modules.values()):
+            if child is not None:
+                waiting.append(child)
     return found
 
 

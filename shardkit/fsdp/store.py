@@ -48,9 +48,9 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Work
-from ..layout import ShardLayout
+from ..layout import PackedLayout, ShardLayout
 from ..reduction.changes import ChangedParts
-from ..reduction.compression import CompressedGather
+from ..reduction.compression import CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
@@ -98,12 +98,6 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
 _version_of = attrgetter("param._version")
 
 
-def is_whole(flat: FlatParam) -> bool:
-    """Whether this rank's shard has all values, as they are computed with."""
-    p = flat.param
-    return flat.group.world_size == 1 and p.dtype == flat.compute_dtype and p.device == flat.compute_device
-
-
 class Store(ABC):
     """Keeps the values of one flat parameter, and shows them to its original parameters.
 
@@ -136,7 +130,7 @@ class Store(ABC):
         self._channel = flat.group.channel("parameters")
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
-        self.is_whole = is_whole(flat)
+        self.is_whole = flat.is_whole
         self.state: State = RELEASED
         self.memory = 0
         self.summoned: torch.Tensor | None = None
@@ -392,7 +386,9 @@ class Stored(Store):
         self._shard: torch.Tensor | None = None  # what is sent: the shard's memory, [S]
         self._joined: dict[tuple[Stored, ...], Joined] = {}  # messages that begin with this one
         self.arrives_in: Joined | None = None
-        blocks = flat.blocks
+        blocks = None
+        if flat.compression is not None and self._group.world_size > 1:
+            blocks = format_for(flat.compression, self._layout.shard_numel, self._dtype)
         self._compressed = None if blocks is None else CompressedGather(self._group, blocks)
         self._received: torch.Tensor | None = None  # [W, S], where only changes are sent
         self._changed: ChangedParts | None = None
@@ -406,7 +402,7 @@ class Stored(Store):
         self._own = own_part(full, self._group)  # [S]
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         self._unpack: Callable[[torch.Tensor], None] | None = None
-        if self._group.world_size > 1 and (len(self._layout.blocks) > 1 or self._layout.runs > 1):
+        if self._group.world_size > 1 and (isinstance(self._layout, PackedLayout) or self._layout.runs > 1):
             self._unpack = Unpacking(self._layout, full).unpack
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
@@ -417,10 +413,13 @@ class Stored(Store):
 
     def attach(self) -> None:
         self.summoned = None
-        self._backend.take_storage(self._full)
+        if not self._full.untyped_storage().nbytes():  # it is not new
+            self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self._give_back()
+        self._conceal()
+        self._backend.release_storage(self._full)
+        self.state = RELEASED if self._kept is None else KEPT
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
@@ -672,7 +671,7 @@ def _gather(stores: Sequence[Lazy]) -> None:
     sent = sent.to(device=first._device, dtype=first._dtype)
     world_size = flat.group.world_size
     full = sent.new_empty(world_size * sent.numel())  # [W * sum of S]
-    label = flat.label if len(stores) == 1 else f"parameters of {flat.path or 'the root'}"
+    label = flat.label if len(stores) == 1 else f"parameters of {flat.paths[0] or 'the root'}"
     work = first._channel.all_gather_into(full, sent, async_op=True, label=label)
     parts = [full]
     if len(stores) > 1:
@@ -748,7 +747,7 @@ def store_for(flat: FlatParam, before: Store | None) -> Store:
     backend, kind = flat.group.backend, flat.originals[0].store
     if flat.param.is_meta and backend.device_type != "meta":  # a backend that counts serves meta tensors
         kind = Deferred
-    elif kind is None and is_whole(flat):
+    elif kind is None and flat.is_whole:
         kind = Whole
     elif kind is None and flat.param.device.type in ("cpu", "meta"):
         kind = flat.offloaded

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -196,15 +196,21 @@ def answer_for(modules: Sequence[nn.Module]) -> None:
         m.__dict__["named_modules"] = NamedModules(m)
 
 
-def refuse_state_dicts(state: ShardingState, modules: Sequence[nn.Module]) -> None:
-    """Has a state dict of a module inside alone, which would lack values, refused."""
+def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
+    """Makes modules a unit's: state dicts of one inside alone, which would lack values, and new parameters are refused.
+
+    What is a door in place puts its state dicts together itself.
+    """
+    _watch()
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
+    doors = [mate.door for mate in state.mates] if state.mates else [state.door]
     for m in modules:
-        m.__dict__["_is_fsdp_managed_module"] = keeps_in_step
+        m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
         m.__dict__["_fsdp_use_orig_params"] = takes_parameters
         if (
             (m._parameters or ORDER in m.__dict__)
+            and m not in doors
             and _refuse_state_dict not in m._state_dict_pre_hooks.values()  # copies have them already
         ):
             m.register_state_dict_pre_hook(_refuse_state_dict)
@@ -252,14 +258,12 @@ def _refuse(module: nn.Module, what: str, shards: dict[str, Registered]) -> None
         )
 
 
-# Modules whose parameters a unit has taken, and what is below them, but not below another unit.
-_taken: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_MANAGED = "_is_fsdp_managed_module"  # transformers asks for it
 
 
-def note_taken(modules: Iterable[nn.Module]) -> None:
-    """Notes that the parameters of these modules are their unit's."""
-    _watch()
-    _taken.update(modules)
+def _is_taken(module: nn.Module) -> bool:
+    """Whether a unit has taken a module's parameters, or those of one around it, but in no other unit."""
+    return isinstance(module.__dict__.get(_MANAGED), KeepsInStep)
 
 
 @functools.cache
@@ -269,20 +273,20 @@ def _watch() -> None:
 
 
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if child is None or parent not in _taken or parent._modules.get(name) is child:
+    if child is None or not _is_taken(parent) or parent._modules.get(name) is child:
         return
-    new = [(path, m) for path, m in child.named_modules(prefix=name) if m not in _taken]
+    new = [(path, m) for path, m in child.named_modules(prefix=name) if not _is_taken(m)]
     for path, m in new:
         for attribute, param in m._parameters.items():
             if param is not None and shard_behind(param) is None:
                 raise ConfigurationError(_too_late(parent, f"{path}.{attribute}"))
     for _, m in new:
         if not any(p is not None for p in m._parameters.values()):  # no other unit's
-            _taken.add(m)
+            m.__dict__[_MANAGED] = parent.__dict__[_MANAGED]
 
 
 def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or parent not in _taken:
+    if param is None or not _is_taken(parent):
         return None
     before = parent._parameters.get(name)
     listing = None if before is None else listing_of(before)

@@ -146,16 +146,6 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
         )
 
 
-def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Lists one module, or several: torch's function takes a list too."""
-    return [module] if isinstance(module, nn.Module) else list(module)
-
-
-def outermost_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Lists those that are in no other of them."""
-    return [m for m in modules if not any(m is not other and m in set(other.modules()) for other in modules)]
-
-
 _NEEDLESS = (
     "set_is_last_backward", "set_requires_all_reduce", "set_unshard_in_backward", "_set_unshard_async_op",
     "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_post_optim_event",

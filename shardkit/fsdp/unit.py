@@ -232,23 +232,28 @@ class Unit:
         self.waiting = 0
         self.task = NO_BACKWARD
         self.needs = [*self.flats, *self.borrowed]
-        self.keeps_between = any(flat.post_forward_mesh is not None for flat in self.flats)
-        self._is_lazy = any(not f.group.backend.has_storage for f in self.needs)
+        self.keeps_between = self._is_lazy = False
+        for flat in self.needs:
+            self._is_lazy |= not flat.group.backend.has_storage
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
             "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
             "lists, whose gradients are the mean over ranks"
         )
         self.packs: list[GradientPack] = []
-        self.sent: Sequence[GradientPack] = ()
+        self._fired: list[bool] = []
+        self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
-        self._trained = [[listing.param.requires_grad for listing in f.listings] for f in self.flats]
+        self._trained: list[list[bool]] = []
         self.is_reached = True
         self.goes_backward = True
         self.is_undecided = False
         self.open_calls = 0
         self.backwards = 0
+        for flat in self.flats:
+            self._trained.append(list(map(_requires_grad, flat.listings)))
+            self.keeps_between |= flat.post_forward_mesh is not None
         self.attach()
 
     def divide(self, before: float, after: float) -> None:
@@ -260,22 +265,24 @@ class Unit:
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
-        self._hooks.remove()
-        self.packs = [pack_for(f, self.replicas, self.reduce, self.divisors) for f in self.flats]
-        self.sent = [pack for pack in self.packs if pack.trains]
-        self._fired = [False] * sum(sum(p.trainable) for p in self.packs)
-        for flat, pack in zip(self.flats, self.packs, strict=True):
-            flat.trains, flat.reduce = pack.trains, self.reduce
+        if self._fired:
+            self._hooks.remove()
+        self.packs, self.sent, self._fired, self.has_frozen = [], [], [], False
+        with as_tensors():
+            for flat in self.borrowed:
+                self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
+            for flat in self.flats:
+                pack = pack_for(flat, self.replicas, self.reduce, self.divisors)
+                self.packs.append(pack)
+                if pack.trains:
+                    self.sent.append(pack)
+                flat.trains, flat.reduce = pack.trains, self.reduce
+                self.has_frozen = self.has_frozen or not all(pack.trainable)
+                for number in compress(range(len(pack.trainable)), pack.trainable):
+                    after = self._after(len(self._fired), flat, number)
+                    self._hooks.attach(flat.originals[number].param, None, after)
+                    self._fired.append(False)
         self.waiting = len(self._fired)
-        self.has_frozen = any(not all(p.trainable) for p in self.packs) or any(
-            not m.param.requires_grad for f in self.borrowed for m in f.originals
-        )
-        index = 0
-        for flat, pack in zip(self.flats, self.packs, strict=True):
-            for number in compress(range(len(flat.originals)), pack.trainable):
-                with as_tensors():
-                    self._hooks.attach(flat.originals[number].param, None, self._after(index, flat, number))
-                index += 1
 
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
-from ..checks import are_several, number_of
+from ..checks import are_several, numbers_of
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
@@ -91,7 +91,7 @@ class GradientExchange:
         self._optimizers = list(optimizers)
         self.group = group
         self._channel, self._order = group.channel("gradients"), group.channel("parameters")
-        self.name = f"{type(module).__name__} {number_of(group, run_id)}"
+        self.name = f"{type(module).__name__} {numbers_of([(group, run_id)])[0]}"
         self.policy = policy
         self._buffers = buffers
         self._hooks = GradientHooks(

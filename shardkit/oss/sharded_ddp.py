@@ -16,7 +16,7 @@ from ..backend import Backend, backend_for
 from ..checks import (
     check_one_device,
     check_same_everywhere,
-    new_run_id,
+    new_run_ids,
     option_facts,
     proposed_run_id,
     refuse_lazy,
@@ -116,7 +116,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         tensors = _facts(module)
         what = "the module's parameters and buffers, or options,"
         told = check_same_everywhere(self._group, tensors + facts, what, proposed_run_id())
-        self._run_id = new_run_id(self._group, told[0])
+        (self._run_id,) = new_run_ids(self._group, told[0])
         refuse_lazy(tensors, "ShardedDDP")
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)

@@ -13,10 +13,11 @@ decides, they are concatenated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -25,6 +26,7 @@ from ..layout import Piece, gaps_between, rounded_up
 _NOTHING = -1  # in place of a gradient's number
 
 
+@functools.cache
 def has_mean(dtype: torch.dtype) -> bool:
     """Whether backends form the mean: halves are divided before their sum, which could overflow."""
     return dtype not in (torch.float16, torch.bfloat16)
@@ -91,6 +93,19 @@ class PackedForm:
         return found
 
 
+@functools.lru_cache(maxsize=256)  # many are written in one form
+def _gaps_in(form: PackedForm, in_blocks: bool) -> list[tuple[int, int]]:
+    """Lists, as (start, numel), what has to be cleared."""
+    filled = [(form.starts[p.rank] + p.offset, p.numel) for p in form.pieces]
+    for rank, items in enumerate(form.items):
+        at = form.starts[rank] + form.first_flag[rank]
+        filled.append((at, len(items)))
+        end = at + form.flags[rank]
+        if not in_blocks:
+            filled.append((end, form.starts[rank + 1] - end))  # up to the next part; says nothing
+    return gaps_between(filled, form.starts[-1])
+
+
 class WrittenPack:
     """The packed form as memory that is written to.
 
@@ -116,10 +131,8 @@ class WrittenPack:
         self._targets: list[torch.Tensor] = []
         self._cut: dict[int, list[int]] = {}  # of those that lie in several, in order: numel of each piece
         cut: dict[int, list[torch.Tensor]] = {}
-        filled = []
         for p in form.pieces:
             at = form.starts[p.rank] + p.offset
-            filled.append((at, p.numel))
             view = packed[at : at + p.numel]
             if p.numel == math.prod(shapes[p.item]):
                 self._whole.append(p.item)
@@ -133,19 +146,17 @@ class WrittenPack:
         self._flags: list[tuple[list[int], torch.Tensor]] = []
         for rank, items in enumerate(form.items):
             at = form.starts[rank] + form.first_flag[rank]
-            filled.append((at, len(items)))
-            end = at + form.flags[rank]
-            if not in_blocks:
-                filled.append((end, form.starts[rank + 1] - end))  # up to the next part; says nothing
             if items:
                 self._flags.append((items, packed[at : at + len(items)]))
         self.whole = self._targets.copy()
-        self._targets += [view for views in cut.values() for view in views] + [
-            view for _, view in self._flags
-        ]
-        self._ones = [torch.ones_like(view) for _, view in self._flags]
-        gaps = gaps_between(filled, form.starts[-1])
-        self._gaps = [packed[start : start + numel] for start, numel in gaps]
+        for views in cut.values():
+            self._targets += views
+        flags = list(map(itemgetter(1), self._flags))
+        self._targets += flags
+        self._ones = list(map(torch.ones_like, flags))
+        self._gaps = []
+        for start, numel in _gaps_in(form, in_blocks):
+            self._gaps.append(packed[start : start + numel])
 
     def write(self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None) -> None:
         """Copies gradients and flags to their places.

@@ -114,11 +114,11 @@ def gradient_class(
     """
     if group.world_size == 1 and not in_order:
         return torch.Tensor
-    take_part(_in_steps)
     made = _classes.setdefault(group, {})
     name = f"{instead}, in order" if in_order else instead
     if name in made and not kept:
         return made[name]
+    take_part(_in_steps)
     facts: StateDict = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
     facts["kept"], facts["in_order"] = (
         [weakref.ref(p) for p in kept],

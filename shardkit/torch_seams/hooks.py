@@ -23,9 +23,9 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -175,9 +175,7 @@ class _Kept(OrderedDict[int, AnyCallable]):
     that ``register_post_accumulate_grad_hook`` writes into), until ours are removed.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.refusals: dict[int, str] = {}  # of ours
+    refusals: Mapping[int, str] = MappingProxyType({})  # of ours
 
     def __setitem__(self, key: int, hook: AnyCallable) -> None:
         for refusal in self.refusals.values():
@@ -185,15 +183,11 @@ class _Kept(OrderedDict[int, AnyCallable]):
         super().__setitem__(key, hook)
 
     def __delitem__(self, key: int) -> None:
-        self.refusals.pop(key, None)
+        self.refusals = {k: refusal for k, refusal in self.refusals.items() if k != key}
         super().__delitem__(key)
 
-    def add(self, hook: AnyCallable, refusal: str) -> RemovableHandle:
-        handle = RemovableHandle(self)
-        super().__setitem__(handle.id, hook)
-        if refusal:
-            self.refusals[handle.id] = refusal
-        return handle
+
+_not_compiled: set[CodeType] = set()  # closures have that of the function which makes them
 
 
 class GradientHooks:
@@ -215,8 +209,8 @@ class GradientHooks:
     def attach(self, param: nn.Parameter, before: GradientHook | None, after: GradientHook) -> None:
         """Calls ``before`` when ``param`` is about to get a gradient, ``after`` when ``param.grad`` holds it."""
         for hook in (before, after):
-            if isinstance(hook, FunctionType):
-                not_compiled(hook)
+            if isinstance(hook, FunctionType) and hook.__code__ not in _not_compiled:
+                _not_compiled.add(not_compiled(hook).__code__)
         if before is not None:
             self._hooks.append(before)
             self.handles.append(param.register_hook(weakref.proxy(before)))
@@ -226,7 +220,10 @@ class GradientHooks:
         if hooks is None and self._refusal:
             hooks = param._post_accumulate_grad_hooks = _Kept()
         if isinstance(hooks, _Kept):
-            self.handles.append(hooks.add(after, self._refusal))
+            self.handles.append(handle := RemovableHandle(hooks))
+            super(_Kept, hooks).__setitem__(handle.id, after)
+            if self._refusal:
+                hooks.refusals = {**hooks.refusals, handle.id: self._refusal}
         else:  # somebody's hooks were there first, and handles to remove them with
             self.handles.append(param.register_post_accumulate_grad_hook(after))
 

@@ -7,6 +7,7 @@ parameters of one rank or device to the others, are met when they register the m
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError
+from ..types import Tree
 
 _OF_TORCH = {
     DistributedDataParallel: "torch.nn.parallel.DistributedDataParallel",
@@ -33,6 +35,7 @@ def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] 
     if not _ours:
         register_module_module_registration_hook(_on_registration)
     _ours[wrapper] = owns
+    _wrapper_among.cache_clear()
 
 
 class AccelerateAsks:
@@ -81,15 +84,22 @@ def check_wrappable(
         without: parts that the wrapper leaves alone.
         may_list: tells parameters that are more than tensors, and that the wrapper knows.
     """
-    wrappers = {**{w: f"shardkit.{w.__name__}" for w in _ours}, **_of_torch()}
-    kinds = tuple(wrappers)
-    for path, m in _outside_of(module, may_hold, without):
-        if isinstance(m, kinds):
-            name = next(wrappers[kind] for kind in kinds if isinstance(m, kind))
+    waiting, seen = [("", module)], {module}
+    while waiting:
+        path, m = waiting.pop()
+        kind: Tree = type(m)
+        wrapper = _wrapper_among(kind)
+        if m in without or (wrapper is not None and may_hold is not None and isinstance(m, may_hold)):
+            continue  # looked at when it was made
+        if wrapper is not None:
             raise ConfigurationError(
-                f"{who} can't wrap this module: {_place(path)} is a {name}, which averages gradients itself. "
+                f"{who} can't wrap this module: {_place(path)} is a {wrapper}, which averages gradients itself. "
                 f"Give {who} the module without it"
             )
+        for name, child in reversed(m._modules.items()):
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append((f"{path}.{name}" if path else name, child))
         for name, p in m._parameters.items():
             if p is None or type(p) is nn.Parameter or (may_list is not None and may_list(p)):
                 continue
@@ -107,22 +117,11 @@ def name_of_torchs(module: nn.Module) -> str:
     return next((name for kind, name in _of_torch().items() if isinstance(module, kind)), "")
 
 
-def _outside_of(
-    module: nn.Module, checked: type[nn.Module] | None, without: Collection[nn.Module]
-) -> list[tuple[str, nn.Module]]:
-    """Lists ``named_modules`` without some, and those of a class, which were looked at when they were made."""
-    found: list[tuple[str, nn.Module]] = []
-    waiting, seen = [("", module)], {module}
-    while waiting:
-        path, m = waiting.pop()
-        if m in without or (checked is not None and isinstance(m, checked)):
-            continue
-        found.append((path, m))
-        for name, child in reversed(m._modules.items()):
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append((f"{path}.{name}" if path else name, child))
-    return found
+@functools.lru_cache(maxsize=256)
+def _wrapper_among(kind: type) -> str | None:
+    """Names the wrapper, this library's or torch's, that a class is or derives from; None for all other classes."""
+    known = {**{w: f"shardkit.{w.__name__}" for w in _ours}, **_of_torch()}
+    return next((name for wrapper, name in known.items() if issubclass(kind, wrapper)), None)
 
 
 def _of_torch() -> dict[type, str]:

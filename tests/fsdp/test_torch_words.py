@@ -461,7 +461,7 @@ def gathers_of(model: nn.Module) -> list[str]:
     """Labels of all-gathers from now on."""
     heard: list[str] = []
     for flat in sharding_of(model)._state.all_flats():
-        flat.on_gather = lambda full, shard, flat=flat: heard.append(flat.path)  # type: ignore[misc]
+        flat.on_gather = lambda full, shard, flat=flat: heard.append(flat.paths[0])  # type: ignore[misc]
     return heard
 
 
