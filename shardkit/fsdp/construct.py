@@ -385,6 +385,7 @@ def _compare_values(units: Sequence[Found], told: Sequence[tuple[str, list[list[
 def _check(units: Sequence[Found]) -> None:
     """Raises ConfigurationError for what is the same on all ranks."""
     _refuse_writers(units)
+    _refuse_gradients_of_other_dtypes(units)
     checked: tuple[Options, Group] | None = None
     for found in units:
         options, group = found.state.options, found.state.group
@@ -513,6 +514,20 @@ def _refuse_writers(units: Sequence[Found]) -> None:
                 "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
                 "renormalise between steps, inside of summon_full_params()"
             )
+
+
+def _refuse_gradients_of_other_dtypes(units: Sequence[Found]) -> None:
+    """Raises ConfigurationError for parameters that torch is told to give gradients of another dtype (from 2.10 on)."""
+    for found in units:
+        for original in found.originals if found.state.group.world_size > 1 else ():
+            param = original.param
+            wanted = getattr(param, "grad_dtype", None) if type(param) is nn.Parameter else None
+            if wanted not in (None, param.dtype):
+                raise ConfigurationError(
+                    f"rank {found.state.group.rank}: {original.name!r} of {param.dtype} has grad_dtype={wanted}, and "
+                    "gradients of shards have their dtype here. Keep the parameter in the wider dtype, with "
+                    "PrecisionPolicy(compute=...) (mp_policy's param_dtype) for what it is computed in"
+                )
 
 
 def _mesh_of_dtensors(found: Found) -> DeviceMesh:
@@ -823,10 +838,11 @@ def begin_move(state: ShardingState) -> None:
     Raises:
         ConfigurationError: torch would swap tensors for others.
     """
-    if torch.__future__.get_swap_module_params_on_conversion():
+    if torch.__future__.get_swap_module_params_on_conversion() and not state.options.dtensors:
         raise ConfigurationError(
-            "an FSDP module can't be moved, cast or loaded by swapping its parameters: they are views of one flat "
-            "parameter. Call torch.__future__.set_swap_module_params_on_conversion(False) first"
+            "an FSDP module that does not list DTensors can't be moved, cast or loaded by swapping its parameters: "
+            "they are views of one flat parameter. Pass dtensors=True to fully_shard, or call "
+            "torch.__future__.set_swap_module_params_on_conversion(False) first"
         )
     state.unit.release()
     for flat in state.flats:

@@ -38,7 +38,7 @@ from ..errors import LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed
 from ..optimizers.shards import changed_by_steps, listing_of, shard_behind
-from ..reduction.shard_gradients import ShardGradient, mark_dtensor
+from ..reduction.shard_gradients import RowlessGradient, ShardGradient, mark_dtensor
 from ..torch_seams.dtensors import (
     as_parameter,
     at_offset_0,
@@ -217,8 +217,16 @@ class RegisteredShards:
                 places[r.first], end = len(self._split) - 1, r.offset + r.numel
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
         self._split.append(shard.numel() - end)
-        for r in self.each:
+        self._rowless: list[int] = []  # DTensors of which the last rank has nothing
+        for k, r in enumerate(self.each):
             self._parts.append((places.get(r.first, 0), r.shape))
+            cut = r.layout
+            if (
+                mesh is not None
+                and not cut.copies
+                and cut.shard_numel * (cut.world_size - 1) >= cut.numels[0]
+            ):
+                self._rowless.append(k)
         self._note_memory(shard)
 
     def __getstate__(self) -> StateDict:
@@ -379,6 +387,9 @@ class RegisteredShards:
                 if r.spec is not None and view is not None:
                     views[k] = dtensor_of(view, r.spec)
         _mark(views, kind)
+        for k in self._rowless:
+            if (rowless := views[k]) is not None:
+                mark_dtensor(rowless, RowlessGradient)
         return views
 
     def hand_over(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:

@@ -86,8 +86,33 @@ class ShardGradient(MarkedTensor):
         return copied
 
 
-def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient]) -> None:
-    """Makes a DTensor's norm exact; all else that is true over ranks torch itself knows of one."""
+class RowlessGradient(torch.Tensor):
+    """A DTensor's gradient of which some ranks have no rows, and so no largest element.
+
+    torch's norm raises on these ranks alone, and the others wait for them.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        with as_plain():
+            if func in _NORM or func is _NORMS:
+                value = nothing(order_of(*args[1:], **(kwargs or {})))
+                there = [_with_rows(g, value) for g in ([args[0]] if func in _NORM else args[0])]
+                args = (there[0] if func in _NORM else there, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
+def _with_rows(gradient: Tree, value: float) -> torch.Tensor:
+    local = local_of(gradient)
+    if local.numel() or not is_dtensor(gradient):
+        return gradient  # type: ignore[no-any-return]
+    return like_dtensor(local.new_full([1] * local.dim(), value), gradient)
+
+
+def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradient]) -> None:
+    """Makes a DTensor's norm exact, or right without rows; what else is true over ranks torch itself knows of one."""
     if is_dtensor(gradient) and not isinstance(gradient, ShardGradient):
         gradient.__class__ = of_dtensors(kind, type(gradient))  # type: ignore[assignment]
 
@@ -245,9 +270,9 @@ class PlainInSteps:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     gradient = p.grad
-                    if isinstance(gradient, ShardGradient):
+                    if isinstance(gradient, ShardGradient | RowlessGradient):
                         shown.append((gradient, gradient.__class__))
-                        inside = gradient.in_order and is_dtensor(gradient)
+                        inside = is_dtensor(gradient)
                         gradient.__class__ = type(gradient).__bases__[-1] if inside else torch.Tensor
         if shown:
             self._shown[optimizer] = shown

@@ -318,6 +318,7 @@ def test_loading_by_assignment(rank: int) -> None:
         assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
     _replaced(rank)
     _filled_by_parts(rank)
+    _swapped(rank)
 
 
 def _replaced(rank: int) -> None:
@@ -374,6 +375,28 @@ def _filled_by_parts(rank: int) -> None:
     late[0].to_empty(device="cpu")
     with pytest.raises(LifecycleError, match="or after a forward"):
         late(_batch(0, rank))
+
+
+def _swapped(rank: int) -> None:
+    """torch puts what it moves, casts and loads into the parameters that there are."""
+    one, model = Scaled(False), fully_shard(Scaled(False), dtensors=True)
+    listed, values = list(model.parameters()), {k: v + 1 for k, v in one.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for m in (one, model):
+            optimizer = torch.optim.Adam(m.parameters(), lr=0.1)
+            for step in range(3):
+                m(_batch(step, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    m.float().double()
+                if step == 1:
+                    m.load_state_dict(values)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(a is b for a, b in zip(model.parameters(), listed, strict=True))
+    _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,39 @@ def test_training_beside_fsdp2_and_one_process(rank: int) -> None:
         else:
             with pytest.raises(ConfigurationError, match=f"a DTensor of {hidden} rows with"):
                 _sharded(hidden, _mesh(*shape), fully_shard)
+
+
+@on_ranks(4)
+def test_any_norm_over_both_dimensions(rank: int) -> None:
+    """Of 4 x 1 ranks the last one has no rows of some parameters, where torch's own FSDP2 raises on it, and waits."""
+    for sizes in ((2, 2), (4, 1)):
+        mesh = _mesh(*sizes)
+        model, one, parts = _sharded(8, mesh, fully_shard), Net(8), sizes[0]
+        grads = list(model.parameters())
+        for order, foreach in [(n, f) for n in (2.0, 1.0, math.inf) for f in (True, False, None)]:
+            for m, mine in ((model, [rank // sizes[1]]), (one, range(parts))):
+                m.zero_grad()
+                for part in mine:
+                    (m(_batch(0, part)).square().mean() / len(mine)).backward()
+            truth = nn.utils.clip_grad_norm_(one.parameters(), 0.05, order)
+            if foreach is None:
+                norm = sharding_of(model).clip_grad_norm_(0.05, order)
+            elif order == 1:  # in two steps, as verl does it
+                norm = nn.utils.get_total_norm(
+                    [p.grad for p in grads if p.grad is not None], order, foreach=foreach
+                )
+                nn.utils.clip_grads_with_norm_(grads, 0.05, norm, foreach)
+            else:
+                norm = nn.utils.clip_grad_norm_(grads, 0.05, order, foreach=foreach)
+            torch.testing.assert_close(whole({"norm": norm})["norm"], truth)
+            for p, q in zip(grads, one.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+        copied = copy.deepcopy(grads[0].grad)
+        torch.testing.assert_close(copied.full_tensor(), grads[0].grad.full_tensor())  # type: ignore[union-attr]
+        if rank == 0:
+            grads[2].grad.to_local().fill_(math.nan)  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match="is non-finite"):
+            nn.utils.clip_grad_norm_(grads, 0.05, error_if_nonfinite=True)
 
 
 @on_ranks(4)

@@ -383,6 +383,13 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
             fully_shard(Net().layers if "dtensors" in options else Net(), **options)
     with pytest.raises(TypeError, match="reshard_after"):
         fully_shard(Net(), reshard_after=True)  # type: ignore[call-arg]
+    if hasattr(torch.Tensor, "grad_dtype"):
+        half = nn.Linear(2, 2, dtype=torch.bfloat16)
+        half.weight.grad_dtype = torch.float32  # type: ignore[assignment]
+        with pytest.raises(
+            ConfigurationError, match=r"'weight' of torch.bfloat16 has grad_dtype=torch.float32"
+        ):
+            fully_shard(half)
     model: Any = as_in_torchtitan(Net())
     with pytest.raises(ConfigurationError, match="set_all_reduce_hook"):
         model.set_all_reduce_hook(print)
