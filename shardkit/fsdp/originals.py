@@ -220,7 +220,9 @@ class SplitParameter(OriginalParameter):
     @torch.no_grad()
     def assign(self, values: torch.Tensor) -> None:
         with as_tensors():
-            made = like_dtensor(values.view(self.shape), self.param)
+            # without the version of what is gathered, which a gather for backward changes: a program may have taken the
+            # local tensor (to_local) and saved views of it
+            made = like_dtensor(values.view(self.shape).data, self.param)
             self.param.data = made
         self.param._local_tensor, self.param._spec = made._local_tensor, made._spec
 

@@ -1,0 +1,131 @@
+"""Experts that are cut over ranks of their own beside dense layers, in torchtitan's and NeMo Automodel's manner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed.nn.functional as collectives
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardkit.torch_fsdp2 import fully_shard
+from tests.beside import whole
+from tests.pools import on_ranks
+
+EXPERTS, WIDTH, HIDDEN, MICRO = 4, 6, 8, 2
+
+
+class Experts(nn.Module):
+    """Each rank of ``ranks`` has some of them, and computes these for the tokens of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / 3)
+        self.ranks: DeviceMesh | None = None
+
+    def forward(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        up, down = self.up, self.down
+        if self.ranks is not None:
+            assert isinstance(up, DTensor)
+            assert isinstance(down, DTensor)
+            up, down = up.to_local(), down.to_local()  # type: ignore[assignment]
+            group = self.ranks.get_group()
+            before, behind = group.rank() * len(x), (group.size() - group.rank() - 1) * len(x)
+            mine = slice(before, before + len(x))
+            x, gates = (
+                collectives.all_reduce(nn.functional.pad(t, (0, 0, before, behind)), group=group)
+                for t in (x, gates)
+            )
+            first = self.ranks.get_local_rank() * len(up)
+            gates = gates[:, first : first + len(up)]
+        hidden = torch.tanh(torch.einsum("th,ehk->etk", x, up))
+        each = torch.einsum("etk,ekh->teh", hidden, down)
+        y = (each * gates[..., None]).sum(1)
+        return y if self.ranks is None else collectives.all_reduce(y, group=group)[mine]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.experts(y, self.gate(y).softmax(-1))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks, self.head = nn.ModuleList([Block() for _ in range(2)]), nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _parallel(model: Net, world: DeviceMesh, shard: Callable[..., Any]) -> Any:
+    """As a strategy that is registered for a model: it gets the model and the mesh, and returns it sharded."""
+    data: Any = world["edp", "ep"]._flatten("dp")
+    for block in model.blocks:
+        experts: Any = block.experts
+        experts.ranks = world["ep"]
+        for name, p in list(experts.named_parameters()):
+            setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), world["ep"], [Shard(0)])))
+        shard(experts, mesh=world["edp"], shard_placement_fn=lambda p: Shard(1))
+        experts.set_gradient_divide_factor(data.size())
+        shard(block, mesh=data)
+    return shard(model, mesh=data)
+
+
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Fused, of parameters on one mesh each: experts' and the others."""
+    of_experts = [p for n, p in model.named_parameters() if "experts" in n]
+    others = [p for n, p in model.named_parameters() if "experts" not in n]
+    return [torch.optim.AdamW(params, lr=0.05, fused=True) for params in (of_experts, others)]
+
+
+def _batch(step: int, part: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(100 * step + part)
+    return torch.randn(5, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def _train(model: Any, parts: Iterable[int], count: int) -> list[float]:
+    """Micro-batches whose gradients travel with the last; one norm over both meshes, as torchtitan takes it."""
+    optimizers, norms = _optimizers(model), []
+    for step in range(3):
+        for micro in range(MICRO):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == MICRO - 1)
+                model.set_is_last_backward(micro == MICRO - 1)
+            for part in parts:
+                (model(_batch(10 * step + micro, part)).square().mean() / MICRO / count).backward()
+        squares = []
+        for optimizer in optimizers:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            norm = nn.utils.get_total_norm(grads)
+            squares.append(whole({"norm": norm})["norm"] ** 2)
+        norms.append(float(sum(squares)) ** 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+@on_ranks(4)
+def test_experts_beside_fsdp2_and_one_process(rank: int) -> None:
+    world, one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), Net()
+    truth = _train(one, range(4), 4)
+    for shard in (fully_shard, fsdp2):
+        model = _parallel(Net(), world, shard)
+        torch.testing.assert_close(_train(model, [rank], 1), truth, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(whole(dict(model.named_parameters())), dict(one.named_parameters()))
