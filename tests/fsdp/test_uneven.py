@@ -525,3 +525,39 @@ def _mixed(rank: int) -> None:
 def test_no_sync_on_some_ranks_alone_is_told() -> None:
     with pytest.raises(RankFailedError, match=r"no_sync|different call|lost"):
         run_once(3, "gloo", _mixed)
+
+
+class Two(nn.Module):
+    """Computes with one layer or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH).double() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        return self.layers[k](x)  # type: ignore[no-any-return]
+
+
+def _loss_of(model: nn.Module, k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64), k).square().mean()
+
+
+@on_ranks(2)
+def test_gradients_from_before_stay_means(rank: int) -> None:
+    """The block gives the first layer nothing; a backward after it adds to what was reduced before."""
+    model, truth = Two(), Two()
+    optimizer = shardkit.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDDP(model, optimizer)
+    _loss_of(wrapped, 0, rank).backward()
+    with shardkit.uneven(wrapped):
+        if rank:
+            _loss_of(wrapped, 1, 2).backward()
+    _loss_of(wrapped, 0, 3 + rank).backward()
+    optimizer.step()
+    for seed in (0, 1, 3, 4):
+        (_loss_of(truth, 0, seed) / 2).backward()
+    _loss_of(truth, 1, 2).backward()
+    torch.optim.SGD(truth.parameters(), lr=0.1).step()
+    assert_same(wrapped, truth, rtol=1e-12, atol=1e-12)
