@@ -320,10 +320,11 @@ def _refused(rank: int) -> None:
     too_few = pytest.raises(LifecycleError, match="has 3 micro-batches, and all ranks have run 2")
     with too_few, shardkit.uneven(run.model):
         run.backward(rank, 1)
-    norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    fails(ConfigurationError, "'1', a BatchNorm1d", lambda: FSDP(norm, reduce=fixed))
-    oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
-    fails(ConfigurationError, "BatchNorm1d", lambda: ShardedDDP(norm, oss, reduce=fixed))
+    for kind in (nn.BatchNorm1d, nn.SyncBatchNorm):
+        norm = nn.Sequential(nn.Linear(2, 2), kind(2))
+        fails(ConfigurationError, f"'1', a {kind.__name__}", lambda n=norm: FSDP(n, reduce=fixed))
+        oss = OSS(norm.parameters(), torch.optim.SGD, lr=0.1)
+        fails(ConfigurationError, kind.__name__, lambda n=norm, o=oss: ShardedDDP(n, o, reduce=fixed))
     table = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     oss = OSS(table.parameters(), torch.optim.SGD, lr=0.1)
     fails(ConfigurationError, "sparse", lambda: ShardedDDP(table, oss, reduce=fixed))
