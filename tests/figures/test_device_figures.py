@@ -157,6 +157,29 @@ def test_the_host_waits_once_where_frozen_units_lie_behind_trainable_ones() -> N
         assert sum(found.values()) == STEPS, found
 
 
+def _uneven(rank: int, build: Callable[[nn.Module], Parts]) -> Counter[str]:
+    torch.manual_seed(0)
+    net, _, optimizer, _ = build(nn.Sequential(*[Block() for _ in range(UNITS)]))
+    device = current_device()
+    assert device is not None
+    before: Counter[str] = Counter()
+    for step in range(STEPS + 1):
+        with shardkit.uneven(net):
+            for _ in range(1 + (rank + step) % 2):
+                net(torch.randn(3, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            before = Counter(device.host_waits)
+    return device.host_waits - before
+
+
+@pytest.mark.parametrize("build", [fsdp, sharded_ddp, in_place])
+def test_the_host_waits_for_no_device_where_ranks_have_unequal_work(build: Any) -> None:
+    """What ranks tell each other is on the host."""
+    assert shardkit.launch(_uneven, 2, backend="streams", args=(build,), timeout=30) == [{}, {}]
+
+
 def _offloaded(rank: int, early: bool, compute: Any, backwards: int) -> list[tuple[Counter[str], list[int]]]:
     device = current_device()
     assert device is not None
