@@ -128,9 +128,8 @@ def _make_unit(found: Found) -> None:
     state, options = found.state, found.state.options
     is_meta = not found.originals or found.originals[0].param.is_meta
     if options.offload.on_host and options.device is None and not is_meta:
-        state.options = replace(
-            options, device=found.originals[0].param.device
-        )  # it computes where it is now
+        # it computes where it is now
+        state.options = replace(options, device=found.originals[0].param.device)
     for originals in alike(found):
         state.flats.append(_listed(found, originals, *_cut(found, originals)))
     borrowed = _borrow(found) if found.borrowed else []
@@ -651,10 +650,19 @@ def _listed(
             register(place, shard)
     options = state.options
     return FlatParam(
-        originals, shard, places, found.cut_over, layout, state.group, options.precision.compute, options.device,
-        state.post_forward_mesh, options.precision.compression, Mirrored if options.offload.masters else None,
+        originals,
+        shard,
+        places,
+        found.cut_over,
+        layout,
+        state.group,
+        options.precision.compute,
+        options.device,
+        state.post_forward_mesh,
+        options.precision.compression,
+        Mirrored if options.offload.masters else None,
         options.reshard.sends_changes,
-    )  # fmt: skip
+    )
 
 
 def _borrow(found: Found) -> list[FlatParam]:
@@ -692,8 +700,14 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
         "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
-        group.rank, type(root).__name__, units, parameters, held, group.backend.name, group.world_size,
-    )  # fmt: skip
+        group.rank,
+        type(root).__name__,
+        units,
+        parameters,
+        held,
+        group.backend.name,
+        group.world_size,
+    )
 
 
 # ------------------------------------------------------------ states that were copied, and other groups

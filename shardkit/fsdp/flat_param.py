@@ -107,11 +107,20 @@ class FlatParam:
     post_forward_mesh: Group | None
 
     def __init__(
-        self, originals: Sequence[OriginalParameter], shard: torch.Tensor,
-        places: Sequence[Place], mesh: DeviceMesh | None, layout: ShardLayout, group: Group,
-        compute_dtype: torch.dtype | None, compute_device: torch.device | None, post_forward_mesh: Group | None = None,
-        compression: Compression | None = None, offloaded: type[Store] | None = None, sends_changes: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        originals: Sequence[OriginalParameter],
+        shard: torch.Tensor,
+        places: Sequence[Place],
+        mesh: DeviceMesh | None,
+        layout: ShardLayout,
+        group: Group,
+        compute_dtype: torch.dtype | None,
+        compute_device: torch.device | None,
+        post_forward_mesh: Group | None = None,
+        compression: Compression | None = None,
+        offloaded: type[Store] | None = None,
+        sends_changes: bool = False,
+    ) -> None:
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
         self.places = list(places)

@@ -118,12 +118,23 @@ def fully_shard(
     casts = words.casts_inputs
     group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(
-        group=group, replicas=replicas, precision=words.precision(precision), reshard=words.reshard(reshard),
-        offload=words.offload(offload), reduce=words.reduce(reduce),
-        flatten=False, sync_module_states=sync_module_states, device=device, backend=backend,
+        group=group,
+        replicas=replicas,
+        precision=words.precision(precision),
+        reshard=words.reshard(reshard),
+        offload=words.offload(offload),
+        reduce=words.reduce(reduce),
+        flatten=False,
+        sync_module_states=sync_module_states,
+        device=device,
+        backend=backend,
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
-        dtensors=dtensors, mesh=mesh, casts_inputs=casts, casts_root_inputs=casts, placement=words.shard_placement_fn,
-    )  # fmt: skip
+        dtensors=dtensors,
+        mesh=mesh,
+        casts_inputs=casts,
+        casts_root_inputs=casts,
+        placement=words.shard_placement_fn,
+    )
     _check(given, units, dtensors)
     ignored = Ignored(parameters=set(words.ignored_params or ()))
     states = [ShardingState(each, each, options, ignored) for each in modules]

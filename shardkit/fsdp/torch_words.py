@@ -147,11 +147,20 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
 
 
 _NEEDLESS = (
-    "set_is_last_backward", "set_requires_all_reduce", "set_unshard_in_backward", "_set_unshard_async_op",
-    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_post_optim_event",
-    "set_force_sum_reduction_for_comms", "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm",
-    "set_reduce_scatter_unused_params", "set_reduce_scatter_max_input_buffers", "set_separate_reduce_scatter_group",
-)  # fmt: skip
+    "set_is_last_backward",
+    "set_requires_all_reduce",
+    "set_unshard_in_backward",
+    "_set_unshard_async_op",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+    "set_post_optim_event",
+    "set_force_sum_reduction_for_comms",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_symm_mem_for_comm",
+    "set_reduce_scatter_unused_params",
+    "set_reduce_scatter_max_input_buffers",
+    "set_separate_reduce_scatter_group",
+)
 _REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
 
 
@@ -301,10 +310,17 @@ class TorchsMethods:
 
 
 _OWN = (
-    "unshard", "reshard", "set_requires_gradient_sync", "set_reshard_after_forward", "set_reshard_after_backward",
-    "set_gradient_divide_factor", "set_manual_backward_finalization", "finalize_backward", "set_keep_unsharded_storage",
+    "unshard",
+    "reshard",
+    "set_requires_gradient_sync",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_gradient_divide_factor",
+    "set_manual_backward_finalization",
+    "finalize_backward",
+    "set_keep_unsharded_storage",
     "reset_iter_state",
-)  # fmt: skip
+)
 # Those of torch's FSDPModule, by name.
 METHODS: dict[str, AnyCallable] = {
     **{name: vars(TorchsMethods)[name] for name in _OWN},

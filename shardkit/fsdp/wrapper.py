@@ -394,11 +394,19 @@ class FSDP(Door):
         self._shard(
             module,
             Options.given(
-                group=group, replicas=replicas, precision=precision, reshard=reshard, offload=offload, reduce=reduce,
-                flatten=flatten, sync_module_states=sync_module_states, device=device, backend=backend,
+                group=group,
+                replicas=replicas,
+                precision=precision,
+                reshard=reshard,
+                offload=offload,
+                reduce=reduce,
+                flatten=flatten,
+                sync_module_states=sync_module_states,
+                device=device,
+                backend=backend,
                 layout=AlignedLayout(align) if flatten else RowsLayout(align),
             ),
-        )  # fmt: skip
+        )
 
     @property
     def module(self) -> nn.Module:

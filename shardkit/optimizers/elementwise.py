@@ -129,9 +129,16 @@ _LARGE = ([((96, 128), 1.0), ((300,), 30.0)], 6300)
 _STEPS = 3
 _TOLERANCE = 1e-5  # of the largest change
 _FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
     ValueError,
-)  # fmt: skip
+)
 
 
 def _tried(optimizer: Optimizer, make: Maker) -> Verdict:

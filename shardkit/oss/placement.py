@@ -127,11 +127,12 @@ class OfParameters(Placement):
 
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
         state: Tree = optimizer.state
+        # AdaScale's state is under a name
         return {
             p: s
             for p, s in state.items()
             if not isinstance(p, str) and s and self._owner.get(p, self.group.rank) == self.group.rank
-        }  # AdaScale has a name
+        }
 
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
         params = [p for g in optimizer.param_groups for p in g["params"]]
@@ -238,9 +239,12 @@ class OwnedParameters(OfParameters):
     ranges: PublishRanges
 
     def __init__(
-        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None,
+        self,
+        group: Group,
+        owner: Mapping[nn.Parameter, int],
+        wire_dtype: torch.dtype | None,
         sends_changes: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(group, owner, wire_dtype)
         self._sends_changes = sends_changes
 
@@ -352,9 +356,13 @@ class InSegments(Placement):
     """
 
     def __init__(
-        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None,
-        update_dtype: torch.dtype | None = None, kind: type[FlatSegment] = FlatSegment,
-    ) -> None:  # fmt: skip
+        self,
+        group: Group,
+        owner: Mapping[nn.Parameter, int],
+        wire_dtype: torch.dtype | None,
+        update_dtype: torch.dtype | None = None,
+        kind: type[FlatSegment] = FlatSegment,
+    ) -> None:
         super().__init__(group, owner, wire_dtype)
         self._update_dtype, self._kind = update_dtype, kind
 

@@ -110,9 +110,14 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, plan: BucketPlan, params: Sequence[nn.Parameter], slot: torch.Tensor, group: Group,
+        self,
+        index: int,
+        plan: BucketPlan,
+        params: Sequence[nn.Parameter],
+        slot: torch.Tensor,
+        group: Group,
         error_feedback: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.label = f"gradients of bucket {index}"
         self.indices, self.form = plan.indices, plan.form
         self.params = [params[i] for i in plan.indices]
@@ -155,9 +160,15 @@ class Reducer:
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, policy: ReducePolicy,
-        state: BackwardState, reduced: type[torch.Tensor], may_send: Callable[[], bool] = lambda: True,
-    ) -> None:  # fmt: skip
+        self,
+        params: Sequence[nn.Parameter],
+        owners: Sequence[int],
+        group: Group,
+        policy: ReducePolicy,
+        state: BackwardState,
+        reduced: type[torch.Tensor],
+        may_send: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._reduced, self._may_send = reduced, may_send
         self._params = list(params)
         self._owned = [owner == group.rank for owner in owners]

@@ -56,9 +56,13 @@ class FlatSegment:
     has_parts = False
 
     def __init__(
-        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, param_group: int = 0,
+        self,
+        params: Sequence[nn.Parameter],
+        owners: Sequence[int],
+        group: Group,
+        param_group: int = 0,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.params = list(params)
         self.param_group = param_group
         self.owners = list(owners)

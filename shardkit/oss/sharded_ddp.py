@@ -144,9 +144,14 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
         logger.info(
             "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d",
-            rank, type(self).__name__, len(parameters), _bytes_of(parameters), _bytes_of(owned), self._backend.name,
+            rank,
+            type(self).__name__,
+            len(parameters),
+            _bytes_of(parameters),
+            _bytes_of(owned),
+            self._backend.name,
             self._group.world_size,
-        )  # fmt: skip
+        )
 
     @signed_as_wrapped
     def forward(self, *args: object, **kwargs: object) -> Tree:

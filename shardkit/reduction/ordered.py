@@ -252,9 +252,8 @@ def _joined(rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 def _sums(row: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Sums both integers of the scaled squares; each sum is cut in two, [4]."""
     whole = row.numel() - row.numel() % _CHUNK
-    at_once = (
-        1 if row.device.type == "cpu" else 256
-    )  # on the host what is computed in between stays in its cache
+    # on the host what is computed in between stays in its cache
+    at_once = 1 if row.device.type == "cpu" else 256
     total = torch.zeros(4, dtype=torch.int64, device=row.device)
     for block in (*row[:whole].view(-1, _CHUNK).split(at_once), row[whole:].view(1, -1)):
         squares = block.double().mul_(scale).square_().mul_(2.0**_BITS)

@@ -145,10 +145,8 @@ def gradient_class(
         return made[name]
     take_part(_in_steps)
     facts: StateDict = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
-    facts["kept"], facts["in_order"] = (
-        [weakref.ref(p) for p in kept],
-        in_order,
-    )  # their gradients have the class
+    # whose gradients have the class
+    facts["kept"], facts["in_order"] = [weakref.ref(p) for p in kept], in_order
     kind = type("ShardGradient", (ShardGradient,), facts)
     if not kept:  # else the class would keep these parameters as long as there is the group
         made[name] = kind

@@ -401,9 +401,13 @@ def _unscale_by_elementary_operations(
 
 @torch.no_grad()
 def updated_scale(
-    scale: torch.Tensor, tracker: torch.Tensor, found_inf: Sequence[torch.Tensor], growth: float, backoff: float,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    found_inf: Sequence[torch.Tensor],
+    growth: float,
+    backoff: float,
     interval: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The next scale [1], as torch's kernel has it; steps without overflow are counted in ``tracker`` [1], in place."""
     overflowed = (
         torch.stack([f.to(scale.device).reshape(()) for f in found_inf]).sum().reshape(scale.shape) > 0
