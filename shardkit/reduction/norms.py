@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import Group, ReduceOp
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, LifecycleError
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.tensor_facts import alike
 from ..tracing import ranges
@@ -27,6 +27,20 @@ class Portion(NamedTuple):
 
     gradients: list[torch.Tensor]
     groups: Sequence[Group]
+
+
+# Groups whose ranks may have come through different numbers of a step's micro-batches: one for each open block of
+# shardkit.uneven. What ranks tell each other there goes over the channel that norms take.
+in_parts: list[Group] = []
+
+
+def check_whole(groups: Iterable[Group]) -> None:
+    """Raises LifecycleError where gradients are those of some micro-batches, and ranks don't meet over them."""
+    if any(group in in_parts for group in groups):
+        raise LifecycleError(
+            "a norm or an overflow of gradients was asked for inside of uneven(), where they are those of some "
+            "micro-batches. Unscale, clip and step after the block, where gradients are those of all micro-batches"
+        )
 
 
 def dense(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,6 +103,8 @@ def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def global_norm(local: torch.Tensor, norm_type: float, group: Group, label: str = "") -> torch.Tensor:
     """Returns the norm over all ranks of the group from each rank's :func:`local_norm`; every rank calls it."""
+    if in_parts:
+        check_whole((group,))
     if group.world_size == 1:
         return local
     # gradients are offloaded, and the library takes no host tensors
@@ -129,6 +145,8 @@ def clip_by_global_norm(
 
     Every rank calls it with portions of the same groups in the same order.
     """
+    if in_parts:
+        check_whole([group for portion in portions for group in portion.groups])
     with CLIP.clip():
         if in_order and is_exact(norm_type):
             total = exact_norm([(dense(map(local_of, each)), groups) for each, groups in portions], like)

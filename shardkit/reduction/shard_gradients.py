@@ -29,7 +29,7 @@ from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of, of_dtenso
 from ..torch_seams.tensor_facts import MarkedTensor, as_plain, stays_marked
 from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
-from .norms import combined, global_norm, is_exact, nothing, order_of
+from .norms import check_whole, combined, global_norm, is_exact, nothing, order_of
 from .ordered import exact_norm
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
@@ -224,6 +224,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
         exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
         if exact and is_exact(order):
+            check_whole((group,))
             finished.append(exact_norm([(exact, (group,))], values[0]))
             continue
         there = [values[k] for k, g in enumerate(groups) if g is group]
@@ -248,7 +249,9 @@ def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
 # ------------------------------------------------------------ torch.amp.GradScaler
 def agree_on_overflow(groups: Iterable[Group], found_inf: torch.Tensor) -> None:
     """Makes an overflow on one rank one on all ranks (collective)."""
-    for group in sorted(groups, key=lambda g: g.ranks):
+    ordered = sorted(groups, key=lambda g: g.ranks)
+    check_whole(ordered)
+    for group in ordered:
         label = "whether a gradient overflowed, for torch.amp.GradScaler"
         group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
+from ..reduction.norms import check_whole
 from ..torch_seams.dtensors import group_of
 from ..torch_seams.tensor_facts import alike
 from ..tracing.ranges import CLIP
@@ -230,6 +231,8 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
+        group = self._group_for(optimizer, found_inf)
+        check_whole((group,))
         checked, others = _split_gradients(optimizer)
         # as plain tensors: the ranks agree below, each once, and a rank may hold no gradient that would agree by itself
         with torch._C.DisableTorchFunctionSubclass():
@@ -237,7 +240,6 @@ class ShardedGradScaler(GradScaler):
             unscale(others, inv_scale, torch.zeros_like(found_inf))
         if self._never_scaled:
             found_inf.fill_(_NEVER_SCALED)
-        group = self._group_for(optimizer, found_inf)
         with CLIP.overflow():
             group.all_reduce(found_inf, op=ReduceOp.MAX, label="whether a gradient overflowed").wait()
         return {found_inf.device: found_inf}

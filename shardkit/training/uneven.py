@@ -43,6 +43,7 @@ from ..fsdp.forward import become_root
 from ..fsdp.state import ShardingState, state_of
 from ..fsdp.unit import refuse_steps
 from ..oss.sharded_ddp import ShardedDDP
+from ..reduction.norms import in_parts
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
@@ -330,6 +331,7 @@ class uneven:
         self._by.state.watcher = self._gradients = _Gradients(params)
         self._stepped = {id(p) for p in params}
         refuse_steps.note(self)
+        in_parts.extend(self._by.groups)
         _open.set((*outer, self))
         self._hooks = [
             self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
@@ -373,6 +375,8 @@ class uneven:
                 self._fail(error)
         finally:
             _open.set(tuple(block for block in _open.get() if block is not self))
+            for group in self._by.groups:
+                in_parts.remove(group)
             self._by.state.watcher = None
             if self._by.rounds is not None:
                 self._by.rounds.are_uneven = False
