@@ -37,6 +37,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout, in_runs
+from ..optimizers.shards import are_registered, listing_of
 from ..policy import Compression, ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
@@ -101,10 +102,10 @@ def shard(states: Sequence[ShardingState]) -> None:
             waiting.append(found)
             # its exchange gives back memory of the one before (docs/XLA.md)
             if not state.group.backend.has_storage:
-                _shard(waiting)
+                _shard(waiting, claimed)
                 waiting = []
         if waiting:
-            _shard(waiting)
+            _shard(waiting, claimed)
     except BaseException:
         for state in states:
             if "unit" not in state.__dict__:
@@ -112,7 +113,9 @@ def shard(states: Sequence[ShardingState]) -> None:
         raise
 
 
-def _shard(units: Sequence[Found]) -> None:
+def _shard(units: Sequence[Found], claimed: set[int]) -> None:
+    if are_registered(claimed):
+        _refuse_shards(units)
     agree(units)
     _check(units)
     check_first_steps()
@@ -499,6 +502,16 @@ def _check_names(found: Found) -> None:
             raise ConfigurationError(
                 f"rank {rank}: {type(module).__name__} has an attribute {name!r}, the name that FSDP lists its shard "
                 "under; rename it, or pass flatten=False (in the compat API: flatten_parameters=False)"
+            )
+
+
+def _refuse_shards(units: Sequence[Found]) -> None:
+    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
+    for original in [original for found in units for original in found.originals]:
+        if listing_of(original.param) is not None:
+            raise ConfigurationError(
+                f"{original.name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
+                "that module a unit of its own before the units that contain it"
             )
 
 

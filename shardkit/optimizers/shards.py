@@ -40,6 +40,11 @@ def listing_of(param: torch.Tensor) -> Tree:
     return listing if listing is not None and listing.param is param else None
 
 
+def are_registered(ids: Iterable[int]) -> bool:
+    """Whether one of them may be that of a registered parameter; :func:`listing_of` tells of which."""
+    return not _listings.keys().isdisjoint(ids)
+
+
 def shard_behind(param: torch.Tensor) -> Tree:
     """Finds it for plain tensors alone: shards, whose parts are on other ranks and nobody says so."""
     listing = listing_of(param)

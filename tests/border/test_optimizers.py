@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 import shardkit
-from shardkit import FSDP, OSS, ShardedDDP
+from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optimizers.elementwise import Verdict, judge
@@ -253,6 +253,14 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
         oss.add_param_group({"params": list(model.parameters())})
     with pytest.raises(ConfigurationError, match="ShardedDDP can't wrap this module"):
         ShardedDDP(model, oss)
+    for dtensors in (False, True):
+        with pytest.raises(ConfigurationError, match="got a module twice"):
+            fully_shard([linear, linear], dtensors=dtensors)
+        shared = nn.Linear(3, 3)
+        inside = nn.Sequential(nn.Tanh(), shared)
+        fully_shard(inside, dtensors=dtensors)
+        with pytest.raises(ConfigurationError, match=r"'0\.weight' is a shard already"):
+            fully_shard(nn.Sequential(shared, inside), dtensors=dtensors)
 
 
 # ------------------------------------------------------------------ groups

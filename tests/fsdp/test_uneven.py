@@ -561,3 +561,32 @@ def test_gradients_from_before_stay_means(rank: int) -> None:
     _loss_of(truth, 1, 2).backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
     assert_same(wrapped, truth, rtol=1e-12, atol=1e-12)
+
+
+def _run_and_ask(model: nn.Module, scaler: Any, rank: int, ask: Callable[[], object]) -> None:
+    with shardkit.uneven(model):
+        for k in range(1 + rank):
+            scaler.scale(_loss(model, k)).backward()
+        ask()
+
+
+@on_ranks(2)
+def test_clipping_inside_of_a_block_is_refused_before_ranks_meet(rank: int) -> None:
+    """A rank that clips would meet another's word of whether it goes on, and the next block is right."""
+    for way in ("FSDP", "fully_shard", "ShardedDDP"):
+        model, optimizer = _sharded(way)
+        own: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
+        scaler = torch.amp.GradScaler("cpu")
+        torchs = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+        for ask in (functools.partial(own, 1.0), torchs, functools.partial(scaler.unscale_, optimizer)):
+            with pytest.raises(LifecycleError, match="inside of uneven"):
+                _run_and_ask(model, scaler, rank, ask)
+            optimizer.zero_grad()
+        with shardkit.uneven(model):
+            for k in range(1 + rank):
+                _loss(model, k).backward()
+        plain = Net()
+        for k in (0, 0, 1):
+            (_loss(plain, k) / 3).backward()
+        expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+        assert float(own(1e9)) == pytest.approx(expected, rel=1e-12)
