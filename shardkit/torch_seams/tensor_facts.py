@@ -52,11 +52,14 @@ T = TypeVar("T", bound=torch.Tensor)
 def alike(tensors: Iterable[T], numel: float = math.inf) -> Iterator[list[T]]:
     """Yields tensors of one dtype and device together, in order; as soon as they have so many elements."""
     kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    numels: dict[tuple[torch.dtype, torch.device], int] = {}
     for t in tensors:
-        same = kinds.setdefault((t.dtype, t.device), [])
-        same.append(t)
-        if numel < math.inf and sum(s.numel() for s in same) >= numel:
-            yield kinds.pop((t.dtype, t.device))
+        kind = t.dtype, t.device
+        kinds.setdefault(kind, []).append(t)
+        numels[kind] = numels.get(kind, 0) + t.numel()
+        if numels[kind] >= numel:
+            del numels[kind]
+            yield kinds.pop(kind)
     yield from kinds.values()
 
 

@@ -24,7 +24,7 @@ from tests.beside import assert_same
 from tests.border.strategies import heard
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
-from tests.pools import on_ranks, rank_pool, run_once
+from tests.pools import DEVICE, on_ranks, rank_pool, run_once
 
 WIDTH = 13
 
@@ -504,6 +504,8 @@ def _astray(rank: int, what: str) -> str:
 
 
 def test_who_goes_astray_is_out_of_step() -> None:
+    if DEVICE["name"] == "streams":
+        pytest.skip("the device refuses, too, what ranks have issued out of step")
     for what in ("layers", "model", "error"):
         first, second = run_once(2, "simulated", _astray, what)
         if what == "error":
