@@ -273,8 +273,10 @@ class PlainInSteps:
                     gradient = p.grad
                     if isinstance(gradient, ShardGradient | RowlessGradient):
                         shown.append((gradient, gradient.__class__))
-                        inside = is_dtensor(gradient)
-                        gradient.__class__ = type(gradient).__bases__[-1] if inside else torch.Tensor
+                        over_dtensor = not isinstance(gradient, ShardGradient) or (
+                            gradient.in_order and is_dtensor(gradient)
+                        )
+                        gradient.__class__ = type(gradient).__bases__[-1] if over_dtensor else torch.Tensor
         if shown:
             self._shown[optimizer] = shown
 
