@@ -94,10 +94,8 @@ class XlaGroup(ObjectsOverBytes):
             return DONE
         self._issue(f"reduce_scatter_into({_describe(input.dtype, parts)}, {op.value})", label)
         with torch.no_grad():
-            sent, reduce_scatter = (
-                _spread(_flat(input), parts, widest),
-                self._replica.collectives.reduce_scatter,
-            )
+            sent = _spread(_flat(input), parts, widest)
+            reduce_scatter = self._replica.collectives.reduce_scatter
             reduced = reduce_scatter(sent, _OPS[op], self._groups(), self.world_size)
             _store(shard, self._averaged(_first(reduced, shard.numel()), op))
         return DONE

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, cast
 
@@ -507,7 +508,7 @@ def _check_names(found: Found) -> None:
 
 def _refuse_shards(units: Sequence[Found]) -> None:
     """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
-    for original in [original for found in units for original in found.originals]:
+    for original in chain.from_iterable(found.originals for found in units):
         if listing_of(original.param) is not None:
             raise ConfigurationError(
                 f"{original.name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "

@@ -214,17 +214,11 @@ class InPlace:
         hooks: Any
         module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
-        # before those that refuse state dicts of modules inside
-        handle, hooks = (
-            module.register_state_dict_pre_hook(self._begin_state_dict),
-            module._state_dict_pre_hooks,
-        )
-        hooks.move_to_end(handle.id, last=False)
-        handle, hooks = (
-            module.register_load_state_dict_pre_hook(self._begin_load),
-            module._load_state_dict_pre_hooks,
-        )
-        hooks.move_to_end(handle.id, last=False)
+        for handle, hooks in (
+            (module.register_state_dict_pre_hook(self._begin_state_dict), module._state_dict_pre_hooks),
+            (module.register_load_state_dict_pre_hook(self._begin_load), module._load_state_dict_pre_hooks),
+        ):
+            hooks.move_to_end(handle.id, last=False)  # before those that refuse state dicts of modules inside
         module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
         # what is asked of a module by these names: by its parent, torch.distributed.checkpoint, accelerate

@@ -58,10 +58,8 @@ def check_loadable(state_dict: StateDict, groups: list[ParamGroup]) -> None:
             "this is no optimizer state: expected a dict with 'state' and 'param_groups', as consolidate_state_dict() "
             "and state_dict() give it"
         )
-    saved, mine = (
-        [len(g["params"]) for g in state_dict["param_groups"]],
-        [len(g["params"]) for g in groups],
-    )
+    saved = [len(g["params"]) for g in state_dict["param_groups"]]
+    mine = [len(g["params"]) for g in groups]
     if saved != mine:
         raise ConfigurationError(
             f"loaded state dict has parameters per group {saved}, this optimizer has {mine}; build it over the same "
