@@ -63,8 +63,8 @@ from .originals import (
     refuse_split,
 )
 from .packed import PackedWeight, is_packable
-from .registered import hide, register, take_out
-from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
+from .registered import ORDER, hidden, hide, register, take_out
+from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored
 from .submodule_api import answer_for, take
 from .unit import Unit
@@ -116,7 +116,9 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 def _shard(units: Sequence[Found], claimed: set[int]) -> None:
     if are_registered(claimed):
-        _refuse_shards(units)
+        for original in chain.from_iterable(found.originals for found in units):
+            if listing_of(original.param) is not None:
+                raise _sharded_already(original.name)
     agree(units)
     _check(units)
     check_first_steps()
@@ -218,6 +220,9 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     by_param: dict[int, OriginalParameter] = {}
     are_plain = options.reshard.frozen != "packed"
     for path, m in found.modules:
+        if ORDER in m.__dict__:
+            for name, _ in hidden(m):
+                raise _sharded_already(dotted(path, name))
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
                 continue
@@ -506,14 +511,11 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _refuse_shards(units: Sequence[Found]) -> None:
-    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
-    for original in chain.from_iterable(found.originals for found in units):
-        if listing_of(original.param) is not None:
-            raise ConfigurationError(
-                f"{original.name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
-                "that module a unit of its own before the units that contain it"
-            )
+def _sharded_already(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that module a unit "
+        "of its own before the units that contain it"
+    )
 
 
 def _refuse_writers(units: Sequence[Found]) -> None:
