@@ -88,7 +88,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether shardkit is with the truth."""
+        """Says whether shardkit is with the truth."""
         return self.sides[0].agrees
 
     def __str__(self) -> str:
