@@ -62,10 +62,6 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def text(self) -> str:
-        """Returns the report for people."""
-        return str(self)
-
     def as_data(self) -> dict[str, object]:
         """Returns numbers, lists and text, for programs."""
         return {
