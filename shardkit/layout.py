@@ -166,7 +166,7 @@ class ShardLayout:
 
     @functools.cached_property
     def numel(self) -> int:
-        """N: up to the end of the last item, without the padding after it."""
+        """Returns N: up to the end of the last item, without the padding after it."""
         if self.starts is None:
             return sum(self.numels)
         return max((start + n for start, n in zip(self.starts, self.numels, strict=True)), default=0)
@@ -177,7 +177,7 @@ class ShardLayout:
 
     @functools.cached_property
     def padded_numel(self) -> int:
-        """W times S; where parts differ in size, nothing is padded."""
+        """Returns W times S; where parts differ in size, nothing is padded."""
         return self.shard_numel * self.world_size if self.cuts is None else self.numel
 
     @property

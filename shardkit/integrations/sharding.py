@@ -103,7 +103,7 @@ def _layers(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a module, or a part of it, is sharded already: its parameters, or what belongs to them (ShardedDDP)."""
+    """Says whether a module, or a part of it, is sharded: its parameters, or what belongs to them (ShardedDDP)."""
     return isinstance(model, ShardedDDP) or any(state_of(m) is not None for m in model.modules())
 
 

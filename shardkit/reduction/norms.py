@@ -52,12 +52,12 @@ def asked_in_parts() -> LifecycleError:
 
 
 def dense(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
+    """Returns gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
 
 
 def is_exact(norm_type: float) -> bool:
-    """Whether a norm whose bits don't depend on ranks is :func:`exact_norm`'s; the largest number is always such.
+    """Says whether a norm whose bits don't depend on ranks is :func:`exact_norm`'s; the largest number is always such.
 
     Raises:
         ConfigurationError: there is none of this order.

@@ -140,7 +140,7 @@ def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradi
 
 
 def _is_clipping() -> bool:
-    """Whether it is torch's clipping that asks, or what another package put in its place."""
+    """Says whether it is torch's clipping that asks, or what another package put in its place."""
     frame = sys._getframe(2)
     while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
         frame = frame.f_back  # type: ignore[assignment]
@@ -326,13 +326,13 @@ class StandingGradient:
         self._version = 0
 
     def stand(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """From now on this gradient stands for others; it becomes the parameter's if it is not."""
+        """Lets this gradient stand for others from now on; it becomes the parameter's if it is not."""
         if param.grad is not gradient:
             param.grad = gradient
         self.gradient, self._version = gradient, gradient._version
 
     def was_touched(self, param: torch.Tensor) -> bool:
-        """Whether somebody has removed, replaced or written to it since."""
+        """Says whether somebody has removed, replaced or written to it since."""
         mark = self.gradient
         return mark is not None and (param.grad is not mark or mark._version != self._version)
 

@@ -108,7 +108,7 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; imports nothing: where there is one, somebody has."""
+    """Says whether it is a DTensor; imports nothing: where there is one, somebody has."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
@@ -119,7 +119,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def is_cut(value: object) -> bool:
-    """Whether it is a DTensor, or a ShardedTensor."""
+    """Says whether it is a DTensor, or a ShardedTensor."""
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
 
 

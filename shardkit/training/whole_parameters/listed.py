@@ -64,7 +64,7 @@ class Part:
 
     @property
     def may_have_gradient(self) -> bool:
-        """False if it has none on any rank; exact where :attr:`here` is a piece, else as far as it is known."""
+        """Says whether any rank has one; exact where :attr:`here` is a piece, else as far as it is known."""
         if self.flat is None:
             return self.listed.grad is not None
         return self.flat.param.grad is not None and not self.flat.unused.originals[self.number]
