@@ -272,7 +272,7 @@ class InPlace:
     @not_compiled
     def _leave(self, module: nn.Module, args: object, kwargs: object, outputs: Tree) -> Tree:
         state = self._state
-        if self._is_refused or not self._calls:  # or a hook raised before this one was asked to enter
+        if self._is_refused or not self._calls:  # by another hook, before ours
             self._is_refused = False
             return outputs
         call = self._calls.pop()
