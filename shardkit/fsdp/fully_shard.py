@@ -236,7 +236,7 @@ class InPlace:
     @not_compiled
     def _leave(self, module: nn.Module, args: object, kwargs: object, outputs: Tree) -> Tree:
         state = self._state
-        if self._is_refused:
+        if self._is_refused or not self._calls:  # by another hook, before ours
             self._is_refused = False
             return outputs
         entered, handled = self._calls.pop()
