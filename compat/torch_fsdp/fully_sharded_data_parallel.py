@@ -39,12 +39,9 @@ from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.flat_parameter import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
-from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone, put_together
+from shardkit.fsdp.flat_param import FlatParam, Registered
 from shardkit.fsdp.forward import cast_inputs
-from shardkit.fsdp.optim_state import gather_parts, parameters_of
 from shardkit.fsdp.originals import managing
-from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import (
     Ignored,
     Options,
@@ -54,7 +51,10 @@ from shardkit.fsdp.state import (
     plain_name,
     summoned,
 )
+from shardkit.fsdp.state_dict import gather_parts, parameters_of
+from shardkit.fsdp.store import put_together
 from shardkit.fsdp.wrapper import Door
+from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
 from shardkit.optimizer_state.forms import (
     Form,

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
-from ..fsdp.optim_state import slot_of
-from ..fsdp.registered import Registered, RegisteredShard
+from ..fsdp.flat_param import Registered, RegisteredShard
+from ..fsdp.state_dict import slot_of
 from ..layout import Piece
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Slot, Span

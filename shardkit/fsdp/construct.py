@@ -45,27 +45,27 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .backward_steps import notice_scaling
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
-from .flat_values import own_shard, put_together, report_padding
-from .masters import Mirrored
-from .optimizer_check import check_first_steps, step_locally
+from .masters import Mirrored, notice_scaling
+from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
     OriginalParameter,
     Place,
     SplitParameter,
     are_copied,
     copy_when_summoned,
+    hide,
     known_originals,
     managing,
     note_copying,
     refuse_split,
+    register,
+    take_out,
 )
 from .packed import PackedWeight, is_packable
-from .registered import hide, register, take_out
 from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
-from .store import Stored
+from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import Unit
 
@@ -74,6 +74,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("shardkit")
+
+_MUCH = 0.1  # of what is stored
+_WORTH = 2**16  # elements; less is nothing to warn of
 
 
 def shard(states: Sequence[ShardingState]) -> None:
@@ -119,7 +122,8 @@ def _shard(units: Sequence[Found], claimed: set[int]) -> None:
         _refuse_shards(units)
     agree(units)
     _check(units)
-    check_first_steps()
+    watch_steps()
+    first_steps.wrapped += 1  # optimizers are looked at before their next step
     with torch.no_grad():
         for found in units:
             _make_unit(found)
@@ -707,6 +711,19 @@ def name_flats(states: Mapping[ShardingState, str]) -> None:
     for (state, path), number in zip(states.items(), numbers, strict=True):
         for k, flat in enumerate(state.flats):
             flat.label = f"parameters {k} of {path or type(state.module).__name__}, unit {number}"
+
+
+def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None:
+    """Logs what alignment of these parameters costs in memory and on the wire; warns if that is much."""
+    shown = logger.getEffectiveLevel()
+    for names, layout in layouts:
+        padding = 0 if layout.starts is None else layout.padded_numel - sum(layout.numels)
+        share = padding / max(1, layout.padded_numel)
+        level = logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO
+        if padding and level >= shown:
+            what = f"{names[0]!r} and {len(names) - 1} more parameters"
+            text = "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter"
+            logger.log(level, text, what, padding, 100 * share)
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:

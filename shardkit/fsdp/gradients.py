@@ -29,10 +29,9 @@ from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
-from .flat_param import FlatParam
-from .flat_values import rank_by_rank
+from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
-from .registered import Registered, add_gradient
+from .store import rank_by_rank
 
 _grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp import fully_shard
-from ..fsdp.optim_state import follow_shards, gather_plain, shard_plain
 from ..fsdp.state import state_of
+from ..fsdp.state_dict import follow_shards, gather_plain, shard_plain
 from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP

@@ -33,14 +33,12 @@ def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGrou
 
 
 def shards_and_replicas_of(
-    mesh: DeviceMesh | None, group: ProcessGroup = None, replicas: ProcessGroup = None
+    mesh: DeviceMesh, group: ProcessGroup = None, replicas: ProcessGroup = None
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Returns the ranks that share one copy of the model, and ranks that hold the same shard of it.
 
     A mesh of one dimension has the former; of one with two they are the last dimension, and replicas the first.
     """
-    if mesh is None:
-        return group, replicas
     _check_mesh(mesh, group if replicas is None else replicas)
     if mesh.ndim > 2:
         raise ConfigurationError(

@@ -135,6 +135,12 @@ class BackwardState:
             self.before = [state for ref in reached if (state := ref()) is not None]
             reached.append(weakref.ref(self))
 
+    def go_on(self) -> None:
+        """Marks the running backward as the rest of one that raised."""
+        _reached.pop(self.task, None)
+        self.task = current_backward()
+        after_backward(self._end)
+
     @property
     def owner(self) -> Tree:
         """Returns whose method it calls at the end; it tells whether it ``has_sent`` all, and can ``send_rest``."""

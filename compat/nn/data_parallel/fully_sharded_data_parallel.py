@@ -16,7 +16,6 @@ from shardkit.backends.eager import RanksInName
 from shardkit.errors import ConfigurationError, LifecycleError, without_arguments
 from shardkit.fsdp.construct import reconnect
 from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Options, clean, summoned
@@ -25,6 +24,7 @@ from shardkit.fsdp.submodule_api import Answer, is_collecting
 from shardkit.fsdp.wrapper import Door
 from shardkit.fsdp.wrapper import built_together as _built_together
 from shardkit.internal.params import ProcessGroupName, get_process_group_cached
+from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.optimizers.shards import shard_behind
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
