@@ -16,7 +16,7 @@ import hashlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -121,9 +121,8 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 def _shard(units: Sequence[Found], claimed: set[int]) -> None:
     if are_registered(claimed):
-        for original in chain.from_iterable(found.originals for found in units):
-            if listing_of(original.param) is not None:
-                raise _sharded_already(original.name)
+        originals = chain.from_iterable(found.originals for found in units)
+        _refuse_names("", [(o.name, o.param) for o in originals if listing_of(o.param) is not None])
     agree(units)
     _check(units)
     watch_steps()
@@ -227,8 +226,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     are_plain = options.reshard.frozen != "packed"
     for path, m in found.modules:
         if ORDER in m.__dict__:
-            for name, _ in hidden(m):
-                raise _sharded_already(dotted(path, name))
+            _refuse_names(path, hidden(m))
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
                 continue
@@ -517,11 +515,13 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _sharded_already(name: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that module a unit "
-        "of its own before the units that contain it"
-    )
+def _refuse_names(path: str, sharded: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ConfigurationError if there are any: their module another unit has, and these reach it by themselves."""
+    for name, _ in sharded:
+        raise ConfigurationError(
+            f"{dotted(path, name)!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
+            "that module a unit of its own before the units that contain it"
+        )
 
 
 def _refuse_writers(units: Sequence[Found]) -> None:
