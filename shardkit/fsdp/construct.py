@@ -16,7 +16,7 @@ import hashlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -120,9 +120,7 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 
 def _shard(units: Sequence[Found], claimed: set[int]) -> None:
-    if are_registered(claimed):
-        originals = chain.from_iterable(found.originals for found in units)
-        _refuse_names("", [(o.name, o.param) for o in originals if listing_of(o.param) is not None])
+    _refuse_shards(units, are_registered(claimed))
     agree(units)
     _check(units)
     watch_steps()
@@ -225,8 +223,6 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
     by_param: dict[int, OriginalParameter] = {}
     are_plain = options.reshard.frozen != "packed"
     for path, m in found.modules:
-        if ORDER in m.__dict__:
-            _refuse_names(path, hidden(m))
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
                 continue
@@ -515,12 +511,20 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _refuse_names(path: str, sharded: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises ConfigurationError if there are any: their module another unit has, and these reach it by themselves."""
-    for name, _ in sharded:
+def _refuse_shards(units: Sequence[Found], may_list: bool) -> None:
+    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves.
+
+    Args:
+        may_list: whether some of their parameters may be shards.
+    """
+    modules = [found for unit in units for found in unit.modules if ORDER in found[1].__dict__]
+    names = [dotted(path, name) for path, m in modules for name, _ in hidden(m)]
+    if may_list:
+        names += [o.name for unit in units for o in unit.originals if listing_of(o.param) is not None]
+    if names:
         raise ConfigurationError(
-            f"{dotted(path, name)!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
-            "that module a unit of its own before the units that contain it"
+            f"{names[0]!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that "
+            "module a unit of its own before the units that contain it"
         )
 
 
