@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, cast
 
