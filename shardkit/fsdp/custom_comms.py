@@ -59,8 +59,8 @@ class CustomComms:
         return None if self.gather is None else _over(channel, self.gather, self.process_group)
 
     def reduces_over(self, channel: Group) -> Group:
-        """Returns what reduces gradients, this channel maybe."""
-        return channel if self.scatter is None else _over(channel, self.scatter, self.process_group)
+        """Returns what reduces gradients in place of this channel."""
+        return _over(channel, cast("Comm", self.scatter), self.process_group)
 
     def forms_means(self, dtype: torch.dtype) -> bool:
         """Whether torch asks for a mean of gradients of a dtype."""

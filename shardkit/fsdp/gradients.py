@@ -109,7 +109,7 @@ class GradientPack(ABC):
         flat = self._flat = flats[0]
         self._flats, self._terms = flats, terms
         group, reduce, divisors, comms = terms
-        self._group = comms.reduces_over(group)
+        self._group = group if comms.scatter is None else comms.reduces_over(group)
         self.hook: Hook | None = comms.hook
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
