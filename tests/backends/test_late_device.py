@@ -70,12 +70,17 @@ def _sends_itself(rank: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
     model: Any = copy.deepcopy(plain).to(device)
-    aside = torch.Stream(device)
+    aside, one = torch.Stream(device), torch.zeros(1, device=device)
+
+    def double_late(gradients: torch.Tensor) -> None:
+        dist.all_reduce(one)
+        gradients.mul_(2)
+
     for part in (*model, model):
         fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
         part.set_custom_all_gather(Sent())
         part.set_custom_reduce_scatter(Sent())
-        part.set_all_reduce_hook(lambda gradients: gradients.mul_(2), stream=aside)
+        part.set_all_reduce_hook(double_late, stream=aside)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(4):
         model(batch(rank, step).to(device)).square().mean().backward()
@@ -83,6 +88,7 @@ def _sends_itself(rank: int) -> None:
         optimizers[1].step()
         aside.wait_stream(torch.accelerator.current_stream())
         with aside:
+            dist.all_reduce(one)
             optimizers[0].step()
             event = aside.record_event()
         model.set_post_optim_event(event)
