@@ -70,31 +70,24 @@ def _sends_itself(rank: int) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
     model: Any = copy.deepcopy(plain).to(device)
-    aside, one = torch.Stream(device), torch.zeros(1, device=device)
-
-    def write_late(tensor: torch.Tensor, values: torch.Tensor) -> None:
-        dist.all_reduce(one)
-        tensor.copy_(values.cpu(), non_blocking=True)
-
+    aside = torch.Stream(device)
     for part in (*model, model):
         fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
         part.set_custom_all_gather(Sent())
         part.set_custom_reduce_scatter(Sent())
-        part.set_all_reduce_hook(lambda mean: write_late(mean, mean * 2), stream=aside)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        part.set_all_reduce_hook(lambda mean: mean.mul_(2), stream=aside)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(4):
         model(batch(rank, step).to(device)).square().mean().backward()
         sum(plain(batch(r, step)).square().mean() for r in range(2)).backward()  # type: ignore[union-attr]
-        optimizer.step()
+        optimizers[1].step()
         aside.wait_stream(torch.accelerator.current_stream())
         with aside:
-            for p in model.parameters():
-                mine = p.to_local().detach()
-                write_late(mine, mine - 0.1 * p.grad.to_local())
+            optimizers[0].step()
             event = aside.record_event()
         model.set_post_optim_event(event)
-        model.zero_grad()
-        plain.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
     with sharding_of(model).summon_full_params():
         for layer, truth in zip(model, plain, strict=True):
             torch.testing.assert_close(layer.weight.cpu(), truth.weight)
