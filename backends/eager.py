@@ -24,7 +24,7 @@ class EagerBackend(Backend):
         tensor.untyped_storage().resize_(numel * tensor.element_size())
 
     def release_storage(self, tensor: torch.Tensor) -> None:
-        """The memory goes back to the current stream's pool; other streams that use it have to be waited for before."""
+        """Gives memory back to the current stream's pool; other streams that use it have to be waited for before."""
         tensor.untyped_storage().resize_(0)
 
     def mark_step(self, *, wait: bool = False) -> None:

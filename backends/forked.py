@@ -30,12 +30,12 @@ _of_parent: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyD
 
 
 def belongs_here(what: EndsAtFork) -> None:
-    """It hears of it where this process is a fork."""
+    """Lets it hear of it where this process is a fork."""
     _mine.add(what)
 
 
 def first_in_fork(call: Callable[[], None]) -> None:
-    """Called in a fork before anything hears of it."""
+    """Is called in a fork before anything hears of it."""
     _first.append(call)
 
 

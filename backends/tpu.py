@@ -95,7 +95,7 @@ class TpuBackend(AcceleratorBackend):
             return torch.empty(numel, dtype=dtype, device="cpu")
 
     def _copied(self, out: torch.Tensor, tensor: torch.Tensor, at_once: bool = False) -> Copy:
-        """The runtime orders no streams by events yet."""
+        """Copies and waits: the runtime orders no streams by events yet."""
         out.copy_(tensor)
         return DONE
 

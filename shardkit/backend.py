@@ -505,7 +505,7 @@ class Backend(abc.ABC):
         return 0
 
     def settle(self, device: torch.device) -> None:
-        """Parameters of this rank are on ``device``: it becomes the rank's, where none has been selected yet."""
+        """Makes ``device``, where parameters of this rank are, the rank's, if none has been selected yet."""
         return
 
     @abc.abstractmethod

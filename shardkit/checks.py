@@ -381,7 +381,7 @@ class AgreedGradients:
 
 
 def _snapshot(groups: Sequence[ParamGroup], of_rank: Container[str]) -> list[StateDict]:
-    """Options, with what tells of a change in place of tensors: to read one could wait for a device."""
+    """Returns options, with what tells of a change in place of tensors: to read one could wait for a device."""
     return [
         {
             k: (id(v), v._version) if isinstance(v, torch.Tensor) else v

@@ -9,10 +9,12 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
+
+from .errors import ConfigurationError
 
 _ALIGNED = 16  # bytes: one load of a device's thread
 
@@ -166,7 +168,7 @@ class ShardLayout:
 
     @functools.cached_property
     def numel(self) -> int:
-        """N: up to the end of the last item, without the padding after it."""
+        """Returns N: up to the end of the last item, without the padding after it."""
         if self.starts is None:
             return sum(self.numels)
         return max((start + n for start, n in zip(self.starts, self.numels, strict=True)), default=0)
@@ -177,7 +179,7 @@ class ShardLayout:
 
     @functools.cached_property
     def padded_numel(self) -> int:
-        """W times S; where parts differ in size, nothing is padded."""
+        """Returns W times S; where parts differ in size, nothing is padded."""
         return self.shard_numel * self.world_size if self.cuts is None else self.numel
 
     @property
@@ -431,6 +433,64 @@ def _with_least_padding(numels: tuple[int, ...], grains: Sequence[int], world_si
                 numels, world_size, placed.multiple, tuple(starts[k] for k in items), tuple(grains)
             )
     return best if best is not None else ShardLayout(numels, world_size)
+
+
+def _is_count(align: Align) -> bool:
+    return isinstance(align, int) and not isinstance(align, bool) and align >= 1
+
+
+@dataclass(frozen=True)
+class AlignedLayout:
+    """Cuts parameters, as ``Options.layout``; see :func:`aligned_shards`."""
+
+    align: Align
+
+    def __post_init__(self) -> None:
+        if self.align not in ("parameters", "rows", None) and not _is_count(self.align):
+            raise ConfigurationError(
+                f'align={self.align!r}: expected "parameters", "rows", a number of elements from 1, or None'
+            )
+
+    def __call__(self, shapes: Sequence[Sequence[int]], world_size: int) -> ShardLayout:
+        return aligned_shards(shapes, world_size, self.align)
+
+
+@dataclass(frozen=True)
+class RowsLayout:
+    """Cuts between rows, for ``Options.layout``; see :func:`rows_layout`."""
+
+    align: Align = None
+
+    def __post_init__(self) -> None:
+        if self.align not in ("rows", None) and not _is_count(self.align):
+            raise ConfigurationError(
+                f'align={self.align!r}: expected "rows", a number of rows from 1 that stay together, or None. '
+                'align="parameters" is for FSDP(module), which lists a flat parameter'
+            )
+
+    def __call__(self, shapes: Sequence[Sequence[int]], world_size: int) -> ShardLayout:
+        block = self.align if isinstance(self.align, int) else 1
+        return rows_layout(tuple(map(tuple, shapes)), world_size, block)
+
+
+@dataclass(frozen=True)
+class EachAlone:
+    """Cuts each parameter by itself, for ``Options.layout``: shards are packed.
+
+    Attributes:
+        copies_numbers: every rank has parameters without dimensions.
+    """
+
+    cut: Callable[[Sequence[Sequence[int]], int], ShardLayout]
+    copies_numbers: bool = False
+
+    def __call__(self, shapes: Sequence[Sequence[int]], world_size: int) -> ShardLayout:
+        each = [self.cut([shape], world_size) for shape in shapes]
+        if self.copies_numbers and world_size > 1:
+            each = [
+                one if shape else replace(one, copies=True) for one, shape in zip(each, shapes, strict=True)
+            ]
+        return packed_layout(each)
 
 
 @functools.lru_cache(maxsize=256)  # as above

@@ -34,7 +34,7 @@ _all: weakref.WeakSet[Unfinished] = weakref.WeakSet()
 
 
 def observe(what: Unfinished) -> None:
-    """It may be asked from now on, from any thread, as long as it lives."""
+    """Lets it be asked from now on, from any thread, as long as it lives."""
     _all.add(what)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,19 +65,22 @@ class Adapted(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its layers in backward."""
+    """Recomputes its layers in backward, by a function of a layer and its input."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
-        self.reentrant = reentrant
+        self.call = call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = self.call(layer, x)
         return x
+
+
+plainly, reentrantly = (partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True))
 
 
 class Twice(nn.Module):
@@ -178,8 +182,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Wrap], nn.
     "unused_layer": (Unused, _units()),
     "adapted": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Adapted(), Adapted()), _units("1", "2")),
     "all_frozen_unit": (lambda: _frozen_middle(), _units("0", "1", "2")),
-    "checkpoint_reentrant": (lambda: Checkpointed(True), _units(*LAYERS)),
-    "checkpoint": (lambda: Checkpointed(False), _units(*LAYERS)),
+    "checkpoint_reentrant": (lambda: Checkpointed(reentrantly), _units(*LAYERS)),
+    "checkpoint": (lambda: Checkpointed(plainly), _units(*LAYERS)),
     "twice": (Twice, _units("layer")),
     "boxed": (Unboxed, _units("inner")),
     "recurrent": (Recurrent, _units("lstm")),
@@ -209,3 +213,15 @@ def build(make: Callable[[], Any], seed: int = 0) -> Any:
     """The same model at every call."""
     torch.manual_seed(seed)
     return make()
+
+
+def moved(model: Any, device: torch.device) -> Any:
+    """The model, on a device. A move to XLA makes new parameters, so those with several names are shared anew."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        places.setdefault(p, []).append(name)
+    model.to(device)
+    for first, *others in places.values():
+        for module, _, attribute in (name.rpartition(".") for name in others):
+            setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+    return model

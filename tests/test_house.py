@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_059  # of all source; to be lowered with each release
+LINES = 64_935  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_495,
     "compat": 9_650,
-    "shardkit": 2_335,  # the files right there
+    "shardkit": 2_395,  # the files right there
     "shardkit/checkpoint": 6_775,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_955,
+    "shardkit/fsdp": 10_785,
     "shardkit/integrations": 525,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,

@@ -75,7 +75,7 @@ def process_group_over(
     world_size: int,
     *devices: torch.device,
 ) -> dist.ProcessGroup:
-    """torch's process group around a library's connections, which serve these kinds of devices."""
+    """Makes torch's process group around a library's connections, which serve these kinds of devices."""
     pg = dist.ProcessGroup(store, rank, world_size)
     pg._set_default_backend(kind)
     for device in devices:

@@ -60,7 +60,7 @@ bytes."""
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones, [2 * numel], in the same memory: no library knows complex numbers."""
+    """Views complex numbers as pairs of real ones, [2 * numel], in the same memory: no library knows them."""
     return torch.view_as_real(tensor.detach()).view(-1)
 
 

@@ -111,7 +111,7 @@ class SourceLine(NamedTuple):
 
 @functools.cache
 def _kind(file: str) -> int:
-    """0: the program's own; 1: a library's that it uses; 2: torch's, Python's and ours."""
+    """Returns 0 for the program's own, 1 for a library's that it uses, 2 for torch's, Python's and ours."""
     path = os.path.realpath(file)
     if file == "<string>":
         return 1  # written by a library, as dataclasses do

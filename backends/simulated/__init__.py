@@ -69,7 +69,7 @@ class SimulatedPool(Pool):
         return threads.run(fn, args, self.timeout)
 
     def close(self, kill: bool = False) -> None:
-        """Nothing is left: a call ends with its threads."""
+        """Does nothing: a call ends with its threads."""
 
 
 def enter_group(group: Group) -> None:

@@ -60,7 +60,7 @@ class DevicesOnHost(TorchFunctionMode):
 
 @contextlib.contextmanager
 def host_for_devices() -> Iterator[None]:
-    """Inside, what no function mode sees takes the CPU too."""
+    """Makes what no function mode sees take the CPU, too, inside."""
     with ExitStack() as stack:
         for owner, name, replacement in (
             (torch.nn.Module, "to", _to),
@@ -88,7 +88,7 @@ def _answering(value: object) -> Callable[..., object]:
 
 
 def _forget_rules() -> None:
-    """torch.compile looks again which functions are torch's; init_process_group makes it do so, too."""
+    """Makes torch.compile look again which functions are torch's, as init_process_group does."""
     if "torch._dynamo" in sys.modules:
         rules: Tree = sys.modules.get("torch._dynamo.trace_rules")
         if rules is not None:

@@ -44,7 +44,7 @@ class XlaGroup(ObjectsOverBytes):
         self._partitions: list[list[tuple[int, ...]]] = []  # of the sub-groups, see new_group
 
     def channel(self, name: str) -> XlaGroup:
-        """This group: the graph orders the collectives, there are no connections that could mix them."""
+        """Returns this group: the graph orders the collectives, there are no connections that could mix them."""
         return self
 
     def channels(self) -> list[XlaGroup]:

@@ -162,7 +162,7 @@ class ReplicaMeeting:
         return self._one_program and len({arrival.where for arrival in arrivals.values()}) > 1
 
     def _compared(self, arrivals: dict[int, _Arrival]) -> Iterator[_Rows]:
-        """Calls by rank that have to be the same."""
+        """Lists calls by rank that have to be the same."""
         if self._one_program:
             yield {rank: [*arrival.calls] for rank, arrival in arrivals.items()}
             return

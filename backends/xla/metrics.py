@@ -42,7 +42,7 @@ def aliased() -> int:
 
 
 def transfers() -> Counter[str]:
-    """Tensors that moved "to device" and "from device" so far, by all replicas of this process."""
+    """Counts tensors that moved "to device" and "from device" so far, by all replicas of this process."""
     found: Counter[str] = Counter()
     for way in ("to device", "from device"):
         data = _RUNTIME._xla_metric_data(f"Transfer{way.title().replace(' ', '')}Time")

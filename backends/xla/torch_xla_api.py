@@ -117,7 +117,7 @@ def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
 
 
 def _private_checkpoint_flag(world: World) -> None:
-    """torch_xla's activation checkpointing keeps one flag a process, which replicas would set for each other."""
+    """Gives replicas a flag each of torch_xla's activation checkpointing, which keeps one for a process."""
     from torch_xla.utils import checkpoint
 
     flags: dict[int, bool] = {}
@@ -136,7 +136,7 @@ _F = TypeVar("_F", bound=AnyCallable)
 
 
 def _outside_of_graphs(function: _F) -> _F:
-    """``torch.compile`` ends its graph before a call, and begins another after it: replicas have to meet in between."""
+    """Makes ``torch.compile`` end its graph before a call and begin another after it: replicas meet in between."""
     mark: Any = not_compiled(function)
     mark._torchdynamo_disable_msg = (
         "on a CPU, replicas run collectives between graphs; leave out fullgraph=True"

@@ -75,7 +75,7 @@ def to_np(tensor_or_container: Tree) -> Tree:
 
 
 def from_np(ndarray_or_container: Tree) -> Tree:
-    """numpy arrays as tensors that share their memory."""
+    """Returns numpy arrays as tensors that share their memory."""
     import numpy as np  # the only use; torch runs without it
 
     return apply_to_type(lambda x: isinstance(x, np.ndarray), torch.from_numpy, ndarray_or_container)

@@ -133,13 +133,13 @@ class Adam(torch.optim.Optimizer):
             self._build_fp32_params(self.param_groups[-1]["params"])
 
     def _build_fp32_params(self, params: Iterable[nn.Parameter]) -> None:
-        """(MIXED_PRECISION) Makes the fp32 copies anew, from what the parameters are now; fairscale's name."""
+        """Makes the fp32 copies (MIXED_PRECISION) anew, from what the parameters are now; fairscale's name."""
         for p in params:
             self._copies[p] = nn.Parameter(p.detach().float())
 
     @property
     def fp32_param_groups(self) -> list[StateDict]:
-        """(MIXED_PRECISION) Lists the groups with the fp32 copies in place of the parameters."""
+        """Lists the groups with the fp32 copies (MIXED_PRECISION) in place of the parameters."""
         if not self.mixed_precision:
             return []
         return [{**g, "params": [self._copies[p] for p in g["params"]]} for g in self.param_groups]

@@ -111,7 +111,7 @@ class LayerwiseGradientScaler:
         ]
 
     def scale(self) -> None:
-        """Call before forward: the next backward scales."""
+        """Makes the next backward scale; to be called before forward."""
         before = 1.0
         for info in self.layer_info:
             helper = GradientHelper(info.layer_name, before, 1.0 / info.scaling_factor)
@@ -120,7 +120,7 @@ class LayerwiseGradientScaler:
 
     @torch.no_grad()
     def unscale(self) -> None:
-        """Call after backward: divides the gradients of each scaled layer by its factor."""
+        """Divides the gradients of each scaled layer by its factor; to be called after backward."""
         for info in self.layer_info:
             for param in info.layer.parameters() if info.scale_layer else ():
                 if param.grad is not None:

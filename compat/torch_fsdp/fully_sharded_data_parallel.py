@@ -39,12 +39,9 @@ from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.flat_parameter import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
-from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone, put_together
+from shardkit.fsdp.flat_param import FlatParam, Registered
 from shardkit.fsdp.forward import cast_inputs
-from shardkit.fsdp.optim_state import gather_parts, parameters_of
 from shardkit.fsdp.originals import managing
-from shardkit.fsdp.registered import Registered
 from shardkit.fsdp.state import (
     Ignored,
     Options,
@@ -54,7 +51,10 @@ from shardkit.fsdp.state import (
     plain_name,
     summoned,
 )
+from shardkit.fsdp.state_dict import gather_parts, parameters_of
+from shardkit.fsdp.store import put_together
 from shardkit.fsdp.wrapper import Door
+from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
 from shardkit.optimizer_state.forms import (
     Form,
@@ -291,7 +291,7 @@ class FullyShardedDataParallel(StandIn):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, parameters of the FSDP modules at and below a module are full, under their own names (collective).
+        """Makes parameters of the FSDP modules at and below a module full, inside, under their own names (collective).
 
         Args:
             module: need be no FSDP module itself.
@@ -646,7 +646,7 @@ def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *other
 # ------------------------------------------------------------ full gradients
 @contextlib.contextmanager
 def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[None]:
-    """Inside, original parameters have their reduced gradients, in full shape; None where there is none (collective).
+    """Shows, inside, original parameters' reduced gradients, in full shape; None where there is none (collective).
 
     Args:
         flats: whose original parameters are summoned.
@@ -1065,7 +1065,7 @@ def _reset(module: nn.Module, device: torch.device, recurse: bool = True) -> Non
 
 
 def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set[nn.Parameter]) -> None:
-    """Parameters and buffers of these modules themselves that are on the CPU move to a device, in place."""
+    """Moves parameters and buffers of these modules themselves that are on the CPU to a device, in place."""
     for m in modules:
         for p in m._parameters.values():
             if p is not None and managing(p) is None and p.device.type == "cpu" and p not in kept:
@@ -1093,7 +1093,7 @@ def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers of a module and those below it move to a device, in place."""
+    """Moves buffers of a module and those below it to a device, in place."""
     for m in module.modules():
         for name, buffer in m._buffers.items():
             if buffer is not None and buffer.device != device:

@@ -147,7 +147,7 @@ def _problem(mine: StateDict, shapes: Sequence[torch.Size], group: Group) -> str
 
 
 def _joined(parts: Sequence[Tree], shape: torch.Size, world_size: int) -> Tree:
-    """Rows of all ranks [R, ...] as the whole [N, ...]; anything else is the same on all ranks."""
+    """Joins rows of all ranks [R, ...] to the whole [N, ...]; anything else is the same on all ranks."""
     first = parts[0]
     if not isinstance(first, torch.Tensor) or first.shape != row_shape(shape, world_size):
         return first

@@ -97,7 +97,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """Says whether :meth:`wait` would return, or raise, at once."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:

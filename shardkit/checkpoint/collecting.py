@@ -77,7 +77,7 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
 
 
 def _is_state_dict(value: object) -> bool:
-    """Whether taking a dict apart and putting it together again gives the same."""
+    """Says whether taking a dict apart and putting it together again gives the same."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(k, str) for k in value):
         return False
     return all(isinstance(v, torch.Tensor) or _is_state_dict(v) for v in value.values())
@@ -164,7 +164,7 @@ class Parts:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Modules by the name under which a checkpoint has them."""
+        """Lists modules by the name under which a checkpoint has them."""
         return {name: m for name, m in (("model", self.model), ("ema", self.ema)) if m is not None}
 
     @property
@@ -213,7 +213,7 @@ def backend_and_ranks(model: nn.Module | None, group: ProcessGroup) -> tuple[Bac
 
 
 def has_torchs_ranks() -> bool:
-    """Whether ranks are processes that torch.distributed knows."""
+    """Says whether ranks are processes that torch.distributed knows."""
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized()
 

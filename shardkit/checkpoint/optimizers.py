@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
-from ..fsdp.optim_state import slot_of
-from ..fsdp.registered import Registered, RegisteredShard
+from ..fsdp.flat_param import Registered, RegisteredShard
+from ..fsdp.state_dict import slot_of
 from ..layout import Piece
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Slot, Span
@@ -137,7 +137,7 @@ class ParameterNames:
         return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=copies)
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
-        """ParameterNames the parameters of a param group."""
+        """Returns the names of the parameters of a param group."""
         what = f"of the optimizer's group {index}"
         return [n for k, p in enumerate(params) for n in self.slot(p, f"parameter {k} {what}").names]
 

@@ -96,7 +96,7 @@ def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size
 
 
 def equal(a: Tree, b: Tree) -> bool:
-    """Whether two values are the same, tensors and arrays in containers of theirs too; NaN is the same as NaN."""
+    """Says whether two values are the same, tensors and arrays in containers of theirs too; NaN is the same as NaN."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):

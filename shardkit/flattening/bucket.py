@@ -120,11 +120,11 @@ class GradBucket(Bucket):
 
     @property
     def all_checked_in(self) -> bool:
-        """Whether ``params_checked_in`` says that every gradient has arrived."""
+        """Says whether ``params_checked_in`` says that every gradient has arrived."""
         return len(self._params) == self.params_checked_in
 
     def can_add_grad_view(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is not yet in and its gradient fits with at least one element to spare."""
+        """Says whether the parameter is not yet in and its gradient fits with at least one element to spare."""
         return self._fill + param.numel() < self._max_size and id(param) not in self._param_ids
 
     def zero(self) -> None:

@@ -24,7 +24,7 @@ def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> N
 
 
 def has_flat_keys(state_dict: SavedState, prefix: str) -> bool:
-    """Whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
+    """Says whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
     start = prefix + OLD_FLAT_NAME
     return any(
         key == start or (key.startswith(prefix + FLAT_PREFIX) and "." not in key[len(prefix) :])
@@ -33,7 +33,7 @@ def has_flat_keys(state_dict: SavedState, prefix: str) -> bool:
 
 
 def translates_loaded() -> bool:
-    """Whether keys that are loaded get the names that wrapping made."""
+    """Says whether keys that are loaded get the names that wrapping made."""
     return _translate_loaded.get()
 
 

@@ -349,7 +349,7 @@ class FlattenParamsWrapper(nn.Module):
 
 # ------------------------------------------------------------ original parameters
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors surely are the same view of the same memory."""
+    """Says whether two tensors surely are the same view of the same memory."""
     try:
         return a.is_set_to(b)
     except (NotImplementedError, RuntimeError):  # tensors without storage

@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, cast
 
@@ -45,28 +44,30 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .backward_steps import notice_scaling
 from .custom_comms import OWN
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
-from .flat_values import own_shard, put_together, report_padding
-from .masters import Mirrored
-from .optimizer_check import check_first_steps, step_locally
+from .masters import Mirrored, notice_scaling
+from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
+    ORDER,
     OriginalParameter,
     Place,
     SplitParameter,
     are_copied,
     copy_when_summoned,
+    hidden,
+    hide,
     known_originals,
     managing,
     note_copying,
     refuse_split,
+    register,
+    take_out,
 )
 from .packed import PackedWeight, is_packable
-from .registered import hide, register, take_out
-from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
-from .store import Stored
+from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
+from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import Unit
 
@@ -75,6 +76,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("shardkit")
+
+_MUCH = 0.1  # of what is stored
+_WORTH = 2**16  # elements; less is nothing to warn of
 
 
 def shard(states: Sequence[ShardingState]) -> None:
@@ -116,11 +120,11 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 
 def _shard(units: Sequence[Found], claimed: set[int]) -> None:
-    if are_registered(claimed):
-        _refuse_shards(units)
+    _refuse_shards(units, are_registered(claimed))
     agree(units)
     _check(units)
-    check_first_steps()
+    watch_steps()
+    first_steps.wrapped += 1  # optimizers are looked at before their next step
     with torch.no_grad():
         for found in units:
             _make_unit(found)
@@ -507,14 +511,21 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _refuse_shards(units: Sequence[Found]) -> None:
-    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
-    for original in chain.from_iterable(found.originals for found in units):
-        if listing_of(original.param) is not None:
-            raise ConfigurationError(
-                f"{original.name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
-                "that module a unit of its own before the units that contain it"
-            )
+def _refuse_shards(units: Sequence[Found], may_list: bool) -> None:
+    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves.
+
+    Args:
+        may_list: whether some of their parameters may be shards.
+    """
+    modules = [found for unit in units for found in unit.modules if ORDER in found[1].__dict__]
+    names = [dotted(path, name) for path, m in modules for name, _ in hidden(m)]
+    if may_list:
+        names += [o.name for unit in units for o in unit.originals if listing_of(o.param) is not None]
+    if names:
+        raise ConfigurationError(
+            f"{names[0]!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that "
+            "module a unit of its own before the units that contain it"
+        )
 
 
 def _refuse_writers(units: Sequence[Found]) -> None:
@@ -708,6 +719,19 @@ def name_flats(states: Mapping[ShardingState, str]) -> None:
     for (state, path), number in zip(states.items(), numbers, strict=True):
         for k, flat in enumerate(state.flats):
             flat.label = f"parameters {k} of {path or type(state.module).__name__}, unit {number}"
+
+
+def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None:
+    """Logs what alignment of these parameters costs in memory and on the wire; warns if that is much."""
+    shown = logger.getEffectiveLevel()
+    for names, layout in layouts:
+        padding = 0 if layout.starts is None else layout.padded_numel - sum(layout.numels)
+        share = padding / max(1, layout.padded_numel)
+        level = logging.WARNING if share > _MUCH and padding > _WORTH else logging.INFO
+        if padding and level >= shown:
+            what = f"{names[0]!r} and {len(names) - 1} more parameters"
+            text = "the alignment of %s costs %d elements of padding, %.1f %% of the flat parameter"
+            logger.log(level, text, what, padding, 100 * share)
 
 
 def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:

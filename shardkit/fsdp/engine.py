@@ -708,9 +708,9 @@ class Engine:
         self._passed += 1
         if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
-                self._next_reduction += 1
                 if not row.accumulates:
                     self._send(row)
+                self._next_reduction += 1
                 for unit in row.units if isinstance(row, SmallUnits) else (row,):
                     if unit.waiting and not unit.open_calls and not unit.keep_after_backward:
                         unit.release()
@@ -926,25 +926,55 @@ class Engine:
         return bool(self._order)
 
     def follow(self, forward: Callable[[], object] | None = None, evaluates: bool = False) -> None:
-        """Takes part in a call of other ranks without computing (collective); it adds nothing to gradients.
+        """Takes part in a forward of other ranks without computing (collective).
 
         Args:
             forward: runs the root's forward; else what the last training one gathered is gathered, in its order.
-            evaluates: there is no backward.
+            evaluates: there will be no backward.
         """
         with torch.set_grad_enabled(not evaluates):
             (forward or self._repeat_forward)()
-            if evaluates:
-                return
-            reached = torch.zeros((), requires_grad=True).clone()
-            reached.register_hook(lambda _: self.begin_backward())
-            with _adding_nothing(self.units):
-                reached.backward()  # at its end comes what a backward did not reach, which is everything
 
-    def _repeat_forward(self) -> None:
+    def follow_rest(self) -> None:
+        """Takes part in what is left of a training forward that raised here (collective)."""
+        with torch.enable_grad():
+            self._repeat_forward(goes_on=True)
+
+    @property
+    def knows_rest(self) -> bool:
+        """Whether the last training forward goes on as the one that raised began."""
+        calls, ends = self._calls, self._ends
+        return bool(self._order) and (
+            calls == self._order[: len(calls)] and ends == self._order_of_ends[: len(ends)]
+        )
+
+    def follow_backward(self, local: bool) -> None:
+        """Takes part in the backward of the last forward, or in the rest of one that raised here (collective).
+
+        It computes nothing, and adds no gradients.
+
+        Args:
+            local: they are kept, as inside of ``no_sync``.
+        """
+        before = self.set_accumulating([local] * len(self.units))
+        begin = self.begin_backward if self.state.task == NO_BACKWARD else self.state.go_on
+        with torch.enable_grad():
+            reached = torch.zeros((), requires_grad=True).clone()
+        reached.register_hook(lambda _: begin())
+        with _adding_nothing(self.units):
+            reached.backward()  # at its end comes what a backward did not reach, which is everything
+        self.set_accumulating(before)
+
+    def _repeat_forward(self, goes_on: bool = False) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
-        reached = {unit for unit in self.units if unit.is_reached}  # others may be called without gradients
-        self.begin_forward()
+        reached = {
+            unit for unit in self.units if unit.goes_backward
+        }  # others may be called without gradients
+        if goes_on:
+            begun, ends = len(self._calls), ends[len(self._ends) :]
+            self.recording, self.forwards = True, len(ends) - (len(order) - begun)
+        else:
+            self.begin_forward()
         for unit, before in ends:
             for called in order[begun:before]:
                 self.before_forward(called, ())

@@ -61,8 +61,7 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import GatheredParameter, Place, backward_when_summoned, replaced_original
-from .registered import hide
+from .originals import GatheredParameter, Place, backward_when_summoned, hide, replaced_original
 from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
@@ -89,46 +88,17 @@ def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
 
 @callees_compiled
 def run_gathered(state: ShardingState, call: AnyCallable, args: Args, kwargs: Kwargs) -> Tree:
-    """Calls what computes with a unit's parameters, a module or a method of it, with these gathered.
-
-    Inside of ``summon_full_params`` it is this rank's alone, in the dtypes of any other forward.
-    """
-    dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
-    if state.summoned is not None:
-        state.cast_buffers()
-        if dtype is not None:
-            args, kwargs = cast_inputs((args, kwargs), dtype)
-        with computing_when_summoned(state.unit.needs):
-            outputs = call(*args, **kwargs)
-        refuse_backward(state.unit.needs, outputs)
-        return outputs
-    entered = enter(state, args, kwargs)
+    """Calls what computes with a unit's parameters, a module or a method of it, with these gathered."""
+    entered, args, kwargs = enter(state, args, kwargs)
     try:
-        if dtype is not None:
-            args, kwargs = cast_inputs((args, kwargs), dtype)
-        if state.unit.has_frozen:
-            entered = watched(entered, state, (args, kwargs))
-        if entered.engine.is_lazy:
-            with saving_originals_by_name():
-                outputs = call(*args, **kwargs)
-        else:
-            outputs = call(*args, **kwargs)
+        outputs = call(*args, **kwargs)
     except BaseException as error:
         fail(state, entered, error)
         raise
     return leave(state, entered, outputs)
 
 
-def computing_when_summoned(flats: Sequence[FlatParam]) -> ExitStack:
-    """Gives parameters that are summoned the dtype that forward computes with, inside."""
-    with ExitStack() as stack:
-        for flat in flats:
-            if flat.is_summoned:
-                stack.enter_context(flat.summoned_for_compute())
-        return stack.pop_all()
-
-
-def refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
+def _refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
     """Raises in a backward through what was computed when summoned."""
 
     def refuse(_: torch.Tensor) -> None:
@@ -220,14 +190,16 @@ class Entered(NamedTuple):
     """A forward that is inside of a unit.
 
     Attributes:
-        engine: runs it.
+        around: what ends with it.
+        engine: runs it; None where parameters are summoned, and nothing is gathered.
         is_outermost: the root's forward.
         watcher: is told when backward reaches the outputs.
         range: in traces; user's code may start a profiler inside of it, which makes leaving it an error.
         page: of what autograd saves, where that goes to the host.
     """
 
-    engine: Engine
+    around: ExitStack | None
+    engine: Engine | None
     is_outermost: bool
     watcher: Unit | UnitCall
     range: Range
@@ -258,10 +230,37 @@ def become_root(state: ShardingState) -> Engine:
     return engine
 
 
-@not_compiled
-def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
-    """Gathers a unit for a forward on these inputs, as they come."""
+def _enter_summoned(
+    state: ShardingState, args: Args, kwargs: Kwargs, dtype: torch.dtype | None
+) -> tuple[Entered, Args, Kwargs]:
     unit = state.unit
+    state.cast_buffers()
+    if dtype is not None:
+        args, kwargs = cast_inputs((args, kwargs), dtype)
+    with ExitStack() as stack:
+        for flat in unit.needs:
+            if flat.is_summoned:
+                stack.enter_context(flat.summoned_for_compute())
+        entered = Entered(stack.pop_all(), None, False, unit, unit.ranges.forward(), (args, kwargs))
+    return entered, args, kwargs
+
+
+@not_compiled
+def enter(
+    state: ShardingState, args: Args, kwargs: Kwargs, is_inside: bool = False
+) -> tuple[Entered, Args, Kwargs]:
+    """Gathers a unit for a forward on these inputs, as they come; returns them in the dtype that it computes with.
+
+    Inside of ``summon_full_params`` it is this rank's alone, in the dtypes of any other forward.
+
+    Args:
+        is_inside: a method of the module is running already, on these inputs as they are.
+    """
+    unit, dtype, options = state.unit, None, state.options
+    if not is_inside and (options.casts_inputs or (options.casts_root_inputs and state.is_root is not False)):
+        dtype = state.input_dtype
+    if state.summoned is not None:
+        return _enter_summoned(state, args, kwargs, dtype)
     compiled: Tree = sys.modules.get(COMPILED_AUTOGRAD)
     is_compiled = compiled is not None and (
         compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
@@ -299,22 +298,31 @@ def enter(state: ShardingState, args: Args, kwargs: Kwargs) -> Entered:
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
-    entered = Entered(engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
+    entered = Entered(None, engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
         if is_outermost:
             engine.begin_forward()
         engine.before_forward(unit, (args, kwargs))
+        if options.offload.activations and not in_backward and torch.is_grad_enabled():
+            if engine.activations is None:
+                engine.activations = Activations(
+                    flat.store.gathered for each in engine.units for flat in each.flats
+                )
+            entered = entered._replace(page=engine.activations.enter(state.group.backend))
+        if dtype is not None:
+            args, kwargs = cast_inputs((args, kwargs), dtype)
+        if unit.has_frozen and torch.is_grad_enabled():
+            # backward needs frozen parameters until it has left the inputs
+            entered = entered._replace(watcher=UnitCall(unit, tensors_in((args, kwargs))))
     except BaseException as error:
         fail(state, entered, error)
         raise
-    if state.options.offload.activations and not in_backward and torch.is_grad_enabled():
-        if engine.activations is None:
-            engine.activations = Activations(
-                flat.store.gathered for each in engine.units for flat in each.flats
-            )
-        return entered._replace(page=engine.activations.enter(state.group.backend))
-    return entered
+    if engine.is_lazy and not is_inside:
+        around = ExitStack()
+        around.enter_context(saving_originals_by_name())
+        entered = entered._replace(around=around)
+    return entered, args, kwargs
 
 
 def enter_again(state: ShardingState) -> None:
@@ -328,26 +336,16 @@ def enter_again(state: ShardingState) -> None:
         check_one_thread(engine, "forward")
 
 
-def input_dtype(state: ShardingState) -> torch.dtype | None:
-    """Returns the dtype of floating point inputs where not every unit's are cast; None leaves them."""
-    options = state.options
-    if not options.casts_inputs and (state.is_root is False or not options.casts_root_inputs):
-        return None
-    return state.input_dtype
-
-
-def watched(entered: Entered, state: ShardingState, inputs: object) -> Entered:
-    """Returns the same, with gradients of the inputs watched where backward needs frozen parameters."""
-    if state.unit.has_frozen and torch.is_grad_enabled():
-        return entered._replace(watcher=UnitCall(state.unit, tensors_in(inputs)))
-    return entered
-
-
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
-    engine, is_outermost, watcher, in_trace, inputs, page = entered
+    around, engine, is_outermost, watcher, in_trace, inputs, page = entered
     unit = state.unit
+    if around is not None:
+        around.close()
+    if engine is None:
+        _refuse_backward(unit.needs, outputs)
+        return outputs
     if engine.activations is not None:
         engine.activations.leave(page)
         if is_outermost:
@@ -388,7 +386,11 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
 @not_compiled
 def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     """Notes that a forward raised inside of the unit."""
-    engine, is_outermost, _, in_trace, _, page = entered
+    around, engine, is_outermost, _, in_trace, _, page = entered
+    if around is not None:
+        around.close()
+    if engine is None:
+        return
     if engine.activations is not None:
         engine.activations.leave(page)
         if is_outermost:
@@ -397,8 +399,10 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
     engine.fail_forward(is_outermost)
     if engine.forwards <= 0:
         engine.thread = NO_THREAD
-    # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather
-    if is_outermost and not (engine.is_lazy or engine.is_alone or isinstance(error, LifecycleError)):
+    # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather. Inside of uneven()
+    # this rank goes on without computing
+    goes_on = engine.is_alone or (engine.state.watcher is not None and torch.is_grad_enabled())
+    if is_outermost and not (engine.is_lazy or goes_on or isinstance(error, LifecycleError)):
         state.group.abort(f"its forward raised {type(error).__name__}: {error}")
 
 
@@ -425,9 +429,8 @@ def call_method(state: ShardingState, method: AnyCallable, args: Args, kwargs: K
 
     def before(module: nn.Module, inputs: object) -> None:
         if not entered and module in modules and not state.is_computing:
-            found = enter(state, args, kwargs)
+            entered.append(enter(state, args, kwargs, is_inside=True)[0])
             state.is_computing = True
-            entered.append(watched(found, state, (args, kwargs)))
 
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(before).remove)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ..backend import Backend, backend_for
 from ..errors import ConfigurationError, LifecycleError
-from ..layout import Align
+from ..layout import Align, AlignedLayout, EachAlone, RowsLayout
 from ..optimizer_state.marking import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
@@ -29,19 +28,12 @@ from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .extended import is_extended
-from .flat_values import AlignedLayout, EachAlone, RowsLayout
 from .forward import (
     Entered,
-    cast_inputs,
-    computing_when_summoned,
     enter,
     enter_again,
     fail,
-    input_dtype,
     leave,
-    refuse_backward,
-    saving_originals_by_name,
-    watched,
 )
 from .originals import check_asker
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, units_in
@@ -104,8 +96,9 @@ def fully_shard(
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
     words, given = in_torchs_words(torchs_words), [module] if isinstance(module, nn.Module) else [*module]
-    if len(set(given)) < len(given):
-        raise ConfigurationError("fully_shard() got a module twice: list each once")
+    if not given or len(set(given)) < len(given):
+        found = "a module twice" if given else "an empty list of modules"
+        raise ConfigurationError(f"fully_shard() got {found}: list modules, each once")
     units = list(map(units_in, given))
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend
@@ -118,7 +111,8 @@ def fully_shard(
         modules = [m for m in given if id(m) not in inside]
     mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
     casts = words.casts_inputs
-    group, replicas = shards_and_replicas_of(mesh, group, replicas)
+    if mesh is not None:
+        group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(
         group=group,
         replicas=replicas,
@@ -181,28 +175,14 @@ def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], d
         check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
 
 
-class _Call(NamedTuple):
-    """A forward in progress.
-
-    Attributes:
-        entered: None when summoned, or inside of another call of the same module, which has gathered.
-        around: what ends with it.
-        is_inner: inside of such a call.
-        handled: the exception that was being handled when it began.
-    """
-
-    entered: Entered | None
-    around: ExitStack
-    is_inner: bool
-    handled: BaseException | None
-
-
 class InPlace:
     """The hooks of one module."""
 
     def __init__(self, state: ShardingState) -> None:
         self._state = state
-        self._calls: list[_Call] = []
+        # forwards in progress, each with the exception that was being handled when it began; None in another call of
+        # the same module, which has gathered
+        self._calls: list[tuple[Entered | None, BaseException | None]] = []
         self._is_refused = False
         self._method: FrameType | None = (
             None  # that torch's ``register_fsdp_forward_method`` made, while it runs
@@ -237,56 +217,38 @@ class InPlace:
         if state.is_asleep:
             wake(state)
         handled = sys.exc_info()[1]
-        dtype = state.input_dtype if state.options.casts_inputs else input_dtype(state)
-        entered = None
         if self._method is not None:
             self.end_method()
         try:
             if state.is_computing:
                 enter_again(state)
-                self._calls.append(_Call(None, ExitStack(), True, handled))
+                self._calls.append((None, handled))
                 return args, kwargs
-            with ExitStack() as around:
+            if state.summoned is not None:
                 exit_summon(state, "unshard")
-                if state.summoned is not None:
-                    state.cast_buffers()
-                    around.enter_context(computing_when_summoned(state.unit.needs))
-                else:
-                    entered = enter(state, args, kwargs)
-                if dtype is not None:
-                    args, kwargs = cast_inputs((args, kwargs), dtype)
-                if entered is not None:
-                    if entered.engine.is_lazy:
-                        around.enter_context(saving_originals_by_name())
-                    entered = watched(entered, state, (args, kwargs))
-                self._calls.append(_Call(entered, around.pop_all(), False, handled))
-            state.is_computing = True
-        except Exception as error:
+            entered, args, kwargs = enter(state, args, kwargs)
+        except Exception:
             self._is_refused = True  # torch calls _leave next
-            if entered is not None:
-                fail(state, entered, error)
             raise
+        self._calls.append((entered, handled))
+        state.is_computing = True
         return args, kwargs
 
     @not_compiled
     def _leave(self, module: nn.Module, args: object, kwargs: object, outputs: Tree) -> Tree:
         state = self._state
-        if self._is_refused:
+        if self._is_refused or not self._calls:  # by another hook, before ours
             self._is_refused = False
             return outputs
-        call = self._calls.pop()
-        if call.is_inner:
+        entered, handled = self._calls.pop()
+        if entered is None:
             return outputs
         state.is_computing = False
-        call.around.close()
         error = sys.exc_info()[1]
-        if call.entered is None:
-            refuse_backward(state.unit.needs, outputs)
+        if error is not None and error is not handled:
+            fail(state, entered, error)
             return outputs
-        if error is not None and error is not call.handled:
-            fail(state, call.entered, error)
-            return outputs
-        return leave(state, call.entered, outputs)
+        return leave(state, entered, outputs)
 
     def enter_method(
         self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
@@ -313,10 +275,9 @@ class InPlace:
             return
         self._method, state = None, self._state
         while self._calls:
-            call = self._calls.pop()
-            call.around.close()
-            if call.entered is not None:
-                fail(state, call.entered, RuntimeError("a registered method raised"))
+            entered, _ = self._calls.pop()
+            if entered is not None:
+                fail(state, entered, RuntimeError("a registered method raised"))
         state.is_computing = False
 
     # ------------------------------------------------------------ state dicts

@@ -30,10 +30,9 @@ from ..reduction.shard_gradients import gradient_class
 from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
 from .custom_comms import OWN, CustomComms, Hook
-from .flat_param import FlatParam
-from .flat_values import rank_by_rank
+from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
-from .registered import Registered, add_gradient
+from .store import rank_by_rank
 
 _grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
@@ -251,7 +250,8 @@ class GradientPack(ABC):
         flat, _, start, _ = part
         landing = flat.store.landing
         if landing is not None and result.device.type == self._device.type:
-            landing.start(result[start : start + flat.layout.shard_numel], had, had_all)
+            size = flat.layout.shard_numel
+            landing.start(result if result.numel() == size else result[start : start + size], had, had_all)
         else:
             self._give(part, had, result, had_all)
 

@@ -47,9 +47,8 @@ from ..optimizers.stepping import take_part
 from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
-from .masters import Mirrored
+from .flat_param import Registered, dimensions_asked, flat_changed_by
 from .originals import managing, name_of_original
-from .registered import Registered, dimensions_asked, flat_changed_by
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -162,6 +161,7 @@ class _FirstSteps:
     What is a collective depends on the optimizer alone: ranks, which may be threads, wrap at times of their own.
 
     Attributes:
+        wrapped: how often flat parameters were made.
         by_unit: optimizers in whose place others step now over shards that the device has a copy of.
     """
 
@@ -204,7 +204,7 @@ class _FirstSteps:
                 if flat is not None:
                     flat.unused.is_noted = False
         for ref in () if looked is None else looked.copied:
-            if (flat := ref()) is not None and isinstance(flat.store, Mirrored):
+            if (flat := ref()) is not None:
                 flat.store.renew(flat.trains and optimizer not in self.by_unit)
 
 
@@ -242,9 +242,9 @@ def _look_at(optimizer: Optimizer, looked: _Looked) -> None:
 first_steps = _FirstSteps()
 
 
-def check_first_steps() -> None:
-    """Notes that a flat parameter was made: optimizers are looked at before their next step."""
-    first_steps.wrapped += 1
+@functools.cache
+def watch_steps() -> None:
+    """Looks at optimizers before their steps from now on."""
     take_part(first_steps)
     if torch.optim.Muon.__init__ is not _make_muon:
         torch.optim.Muon.__init__ = _make_muon  # type: ignore[method-assign]

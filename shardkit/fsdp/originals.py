@@ -6,6 +6,12 @@ A released one answers what it is (its shape, its gradient), and raises for all 
 and backward they are parameters like any other, and operations on them cost nothing more. Functions that would read
 weights past the modules that hold them (the fast path of ``nn.TransformerEncoderLayer``) look for tensors that
 watch what is done with them, and take the path through the modules then.
+
+[Note: registries] Parameters that lie in a flat parameter are attributes of their modules, and in no registry: code
+that walks ``module._parameters`` (to find shared weights, say) finds what fairscale leaves there. The order in which a
+module was written with them is kept beside, for those who list them or put them back. Where DTensors are listed, the
+attribute is the original parameter only while that has values, and the DTensor at all other times, as with FSDP2:
+``init_weights`` and what loads a checkpoint write to it.
 """
 
 from __future__ import annotations
@@ -13,9 +19,9 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from operator import attrgetter, lt, or_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
@@ -239,6 +245,71 @@ class SplitParameter(OriginalParameter):
         return gradient.to_local()
 
 
+ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it
+
+
+def register(place: Place, param: nn.Parameter) -> None:
+    """Registers a parameter of a module under one of the names it was written with, where that was among the others."""
+    module, name = place
+    registered, is_new = module._parameters, name not in module._parameters
+    registered[name] = param
+    if is_new and name in _order(module):
+        for written in written_names(module):
+            if written in registered:
+                registered[written] = registered.pop(written)
+
+
+def unregister(place: Place) -> None:
+    """Notes that a module forgets a name; :func:`register` knows where it was."""
+    module, name = place
+    if name not in _order(module):
+        module.__dict__[ORDER] = {written: k for k, written in enumerate(written_names(module))}
+    module._parameters.pop(name, None)
+
+
+def hide(place: Place, param: nn.Parameter) -> None:
+    """Leaves the parameter an attribute of its module that is not registered."""
+    unregister(place)
+    place.module.__dict__[place.name] = param
+
+
+def take_out(originals: Sequence[OriginalParameter]) -> None:
+    """Leaves these attributes of their modules that are not registered."""
+    for original in originals:
+        for place in original.places:
+            module, name = place
+            if name not in module.__dict__.get(ORDER, ()):
+                hide(place, original.param)
+            else:
+                module._parameters.pop(name, None)
+                module.__dict__[name] = original.param
+
+
+def show(place: Place, param: nn.Parameter) -> None:
+    """Registers the parameter in its module again."""
+    place.module.__dict__.pop(place.name, None)
+    register(place, param)
+
+
+def written_names(module: nn.Module) -> list[str]:
+    """Returns the names of a module's parameters in order, those that a unit has taken included."""
+    order = _order(module)
+    return [*order, *(name for name in module._parameters if name not in order)]
+
+
+def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters that are attributes of a module, and in no registry."""
+    for name in _order(module):
+        if name not in module._parameters and isinstance(module.__dict__.get(name), nn.Parameter):
+            yield name, module.__dict__[name]
+
+
+def _order(module: nn.Module) -> dict[str, int]:
+    """Gives places of names among those that a module was written with."""
+    order: dict[str, int] = module.__dict__.get(ORDER, {})
+    return order
+
+
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
     """Returns the class of a tensor that becomes one of these; of one that wraps others a class that is both."""
     is_wrapper = is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
@@ -431,42 +502,6 @@ def _without_owner(
     param.__dict__.update(attributes or {})
     param.__class__ = ReleasedParameter
     return param
-
-
-class Unused:
-    """See above.
-
-    Attributes:
-        originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
-            one, as they are before the first backward.
-        used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
-        is_noted: a backward has said so since the last step.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.originals = [False] * count
-        self.used: torch.Tensor | None = None
-        self.is_noted = False
-
-    def clear(self, used: torch.Tensor | None) -> None:
-        """Notes that the gradient is new: none has had one yet; ``used`` says so for elements, if execution is lazy."""
-        self.originals = [True] * len(self.originals)
-        self.used = used
-
-    def note(self, had: Sequence[bool], are_new: Iterable[bool]) -> None:
-        """Notes that these have got a gradient: for each, whether it is the first since it was cleared."""
-        self.is_noted = True
-        # none had it, and none before, or it is new: bools are in order, and no call of Python's is made
-        self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
-
-    def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
-        """Returns the same for elements, [S]; None if all have got one."""
-        self.is_noted = True
-        self.originals = [False] * len(self.originals)
-        if is_new:
-            self.used = used
-        elif self.used is not None:
-            self.used = None if used is None else self.used | used
 
 
 # Functions of peft's that look for names of modules among the keys of a state dict: the wrapper's names are longer.

@@ -26,9 +26,8 @@ from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
-from .flat_values import taken_apart, unpacked
 from .originals import OriginalParameter, Place
-from .store import KeptViews, Stored
+from .store import KeptViews, Stored, taken_apart, unpacked
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam

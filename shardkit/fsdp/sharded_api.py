@@ -26,10 +26,18 @@ from .engine import Engine
 from .export import Change, Names, SentWeights, export
 from .flat_param import FlatParam
 from .forward import become_root
-from .optim_state import slot_of
 from .originals import mesh_of
 from .state import ShardingState, state_of, summoned
-from .state_dict import check_own, consolidate, loading, local_state, mark, metadata, sharded_state_dict
+from .state_dict import (
+    check_own,
+    consolidate,
+    loading,
+    local_state,
+    mark,
+    metadata,
+    sharded_state_dict,
+    slot_of,
+)
 
 
 def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor:

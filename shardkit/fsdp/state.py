@@ -20,14 +20,12 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group
-from ..layout import ShardLayout
+from ..layout import AlignedLayout, ShardLayout
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
-from .flat_param import FlatParam
-from .flat_values import AlignedLayout
+from .flat_param import FlatParam, Registered, exposed
 from .gradients import predivide_factor
-from .registered import Registered, exposed
 from .unit import Unit
 
 if TYPE_CHECKING:

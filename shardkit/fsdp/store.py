@@ -54,7 +54,6 @@ from ..reduction.compression import CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree
-from .flat_values import Unpacking, own_part, own_shard, taken_apart, unpacked
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
@@ -93,6 +92,98 @@ TRANSITIONS: dict[State, tuple[State, ...]] = {
     LOCKED: (GATHERED, RELEASED),
     SUMMONED: (RELEASED, KEPT),
 }
+
+
+def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
+    """Returns the items in [N or more], each in one dimension: views."""
+    sizes, numbers = layout.parts
+    parts = torch.split_with_sizes(values, [*sizes, values.numel() - layout.numel])
+    return list(map(parts.__getitem__, numbers))
+
+
+def put_together(rows: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Tensor:
+    """Returns items of any shape as the flat parameter [W * S]; zeros are between and behind them."""
+    sizes, numbers = layout.parts
+    placed: dict[int, torch.Tensor] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        placed[number] = row.reshape(-1)
+    for number, size in enumerate([*sizes, layout.padded_numel - layout.numel]):
+        if number not in placed and size:
+            placed[number] = rows[0].new_zeros(size)
+    return torch.cat(list(map(placed.__getitem__, sorted(placed))))
+
+
+def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """Returns this rank's part of values [W * S], rank by rank, [S]: a view, or where execution is lazy a copy.
+
+    There, which part it is is data, so that all ranks build one graph.
+    """
+    if not group.backend.has_storage:
+        rank = torch.tensor([group.rank]).to(values.device)
+        return values.view(group.world_size, -1).index_select(0, rank).view(-1)
+    size = values.numel() // group.world_size
+    return values[group.rank * size : (group.rank + 1) * size]
+
+
+def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.Tensor:
+    """Returns this rank's shard [S] of a flat parameter's values, items in their places; a view where possible."""
+    if type(layout) is ShardLayout and layout.runs == 1 and not layout.copies:
+        return own_part(values, group)
+    blocks = values.split([block.padded_numel for block in layout.blocks])
+    parts = [
+        block[:1]
+        if alone.copies
+        else own_part(block if alone.runs == 1 else rank_by_rank(block, alone), group)
+        for block, alone in zip(blocks, layout.blocks, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rank_by_rank(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """Orders one item's elements as the ranks' parts of it follow each other, where these consist of several runs."""
+    return _as_parts(values.reshape(-1), layout).reshape(-1)
+
+
+def _as_parts(values: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """Views one item as the ranks' parts of it, [W, numel], or [W, runs, numel of a run]."""
+    if layout.runs == 1:
+        return values.view(layout.world_size, -1)
+    return values.view(layout.runs, layout.world_size, -1).transpose(0, 1)
+
+
+class Unpacking:
+    """Puts the items of a packed flat parameter into their places; see [Note: packed shards].
+
+    Args:
+        layout: of the flat parameter.
+        full: where items lie, [W * S].
+    """
+
+    def __init__(self, layout: ShardLayout, full: torch.Tensor) -> None:
+        world_size, self._sizes = layout.world_size, [block.shard_numel for block in layout.blocks]
+        items = full.split([block.padded_numel for block in layout.blocks])
+        self._places = [_as_parts(item, block) for item, block in zip(items, layout.blocks, strict=True)]
+        self._world_size = world_size
+        self._in_runs = layout.runs > 1
+
+    def unpack(self, gathered: torch.Tensor) -> None:
+        """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""
+        rows = gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1)
+        if not self._in_runs:
+            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
+            return
+        parts = torch.split_with_sizes(rows, self._sizes, dim=1)
+        shaped = [part.view(place.shape) for part, place in zip(parts, self._places, strict=True)]
+        torch._foreach_copy_(self._places, shaped)
+
+
+def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+    """Puts items in their places, of values gathered rank by rank, [W * S]."""
+    if len(layout.blocks) == 1 and layout.runs == 1:
+        return gathered
+    made = torch.empty_like(gathered)
+    Unpacking(layout, made).unpack(gathered)
+    return made
 
 
 _version_of = attrgetter("param._version")
@@ -229,6 +320,9 @@ class Store(ABC):
     def forget_kept(self) -> None:
         """Goes from kept to released: the shards may have changed."""
         self.state = RELEASED
+
+    def renew(self, always: bool = True) -> None:  # noqa: B027 - most have no copy
+        """Copies the shard to the device, where that has a copy; see ``masters.py``."""
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:

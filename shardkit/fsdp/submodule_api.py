@@ -34,8 +34,8 @@ from ..flattening.flat_parameter import FlatParameter
 from ..optimizers.shards import listing_of, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .originals import ReleasedParameter, managing, refuse_copy
-from .registered import ORDER, Registered, hidden, written_names
+from .flat_param import Registered
+from .originals import ORDER, ReleasedParameter, hidden, managing, refuse_copy, written_names
 from .state import ShardingState, clean, owners_of
 
 

@@ -23,10 +23,9 @@ from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .custom_comms import OWN, CustomComms
-from .flat_param import FlatParam
+from .flat_param import FlatParam, Registered
 from .gradients import GradientPack, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
-from .registered import Registered
 from .store import KEPT, SUMMONED, Store, start_together
 
 if TYPE_CHECKING:

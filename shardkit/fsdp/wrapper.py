@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
 from ..flattening.keys import translates_loaded
 from ..flattening.wrapper import FlattenParamsWrapper
-from ..layout import Align
+from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.marking import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -30,7 +30,6 @@ from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable,
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import EXPORT, is_listed_for_export, refusal
-from .flat_values import AlignedLayout, RowsLayout
 from .forward import run_gathered, through
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
@@ -390,7 +389,8 @@ class FSDP(Door):
         device: torch.device | str | None = None,
         backend: str | Backend | None = None,
     ) -> None:
-        group, replicas = shards_and_replicas_of(mesh, group, replicas)
+        if mesh is not None:
+            group, replicas = shards_and_replicas_of(mesh, group, replicas)
         self._shard(
             module,
             Options.given(

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp import fully_shard
-from ..fsdp.optim_state import follow_shards, gather_plain, shard_plain
 from ..fsdp.state import state_of
+from ..fsdp.state_dict import follow_shards, gather_plain, shard_plain
 from ..optimizers.shards import shard_behind
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
@@ -103,7 +103,7 @@ def _layers(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a module, or a part of it, is sharded already: its parameters, or what belongs to them (ShardedDDP)."""
+    """Says whether a module, or a part of it, is sharded: its parameters, or what belongs to them (ShardedDDP)."""
     return isinstance(model, ShardedDDP) or any(state_of(m) is not None for m in model.modules())
 
 

@@ -76,7 +76,7 @@ _stopping = _Stopping()
 
 
 def stop_requested() -> bool:
-    """Whether the job was asked to stop, by SIGTERM to ``shardkit run`` or to any rank: the same on all ranks.
+    """Says whether the job was asked to stop, by SIGTERM to ``shardkit run`` or to any rank: the same on all ranks.
 
     To be called by all ranks once a step, between steps. When it says yes, save a checkpoint and end with status 75
     (``sys.exit(75)``), which says that the job can be started again::

@@ -85,7 +85,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = _TRACKER_NAME) -> Iterator[None]:
-        """Within this block random numbers come from the stream of that name, and go on there the next time.
+        """Draws random numbers, within this block, from the stream of that name, and goes on there the next time.
 
         Raises:
             ConfigurationError: there is none.

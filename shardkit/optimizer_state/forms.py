@@ -69,7 +69,7 @@ def _gathered(
 def _assembled(
     saved: SavedState, state: Mapping[Tree, Tree], groups: Sequence[ParamGroup] | None
 ) -> StateDict:
-    """A state dict of all this, and of what a saved one has beside: under names of its own, alike on all ranks."""
+    """Makes a state dict of all this, and of what a saved one has beside, under names alike on all ranks."""
     named = {k: copy.deepcopy(v) for k, v in saved["state"].items() if isinstance(k, str) and k not in state}
     others = {k: v for k, v in saved.items() if k not in ("state", "param_groups", *EXTRA)}
     made = {"state": {**state, **named}, **others}

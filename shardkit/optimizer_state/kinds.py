@@ -22,7 +22,7 @@ NUMBERS = ("step", "mu", "eta", "mu_product")
 
 
 def is_elementwise(key: object, value: object, shape: Sequence[int]) -> bool:
-    """Whether a state has one element for each of a parameter's, or of a shard's, of this shape.
+    """Says whether a state has one element for each of a parameter's, or of a shard's, of this shape.
 
     Every decision to gather, cut or reshape a state is this one.
     """

@@ -39,7 +39,7 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """How many elements this rank has."""
+        """Counts the elements that this rank has."""
         return sum(box.numel for box in self.boxes)
 
     def values(self, box: Box) -> torch.Tensor:

@@ -60,12 +60,12 @@ class LocalShard(OwnOfRank):
 def note_whole_states(
     gather: Callable[[Optimizer, StateDict], StateDict], own_part: Callable[[Optimizer, StateDict], StateDict]
 ) -> None:
-    """From now on torch's functions for state dicts get whole states, where each shard is of one parameter."""
+    """Lets torch's functions for state dicts get whole states from now on, where each shard is of one parameter."""
     _whole_states[:] = [(gather, own_part)]
 
 
 def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None]) -> None:
-    """From now on the optimizer's state dicts tell whose state they hold; it still loads them.
+    """Lets the optimizer's state dicts tell from now on whose state they hold; it still loads them.
 
     Args:
         on_load: called when another state is loaded.
@@ -83,7 +83,7 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
 
 
 def _is_asked_for_whole(optimizer: Optimizer) -> bool:
-    """Whether torch's functions ask, who know nothing of shards; DTensors say themselves what they are."""
+    """Says whether torch's functions ask, who know nothing of shards; DTensors say themselves what they are."""
     params = (p for g in optimizer.param_groups for p in g["params"])
     return current_request() is not None and any(shard_behind(p) is not None for p in params)
 

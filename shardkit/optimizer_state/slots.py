@@ -69,7 +69,7 @@ class Slot:
 
     @property
     def world_size(self) -> int:
-        """How many ranks have parts of it."""
+        """Counts the ranks that have parts of it."""
         return 1 if self.group is None else self.group.world_size
 
     # ------------------------------------------------------------ whole states
@@ -152,7 +152,7 @@ class Slot:
 
     # ------------------------------------------------------------ what is to come
     def is_cut(self, key: str, span: Span, shape: torch.Size) -> bool:
-        """Whether a state that was saved in a shape has one element for each of a parameter's, and is cut here."""
+        """Says whether a state that was saved in a shape has one element for each of a parameter's, and is cut here."""
         if not self.is_shard and not is_dtensor(self.param):
             return False
         return shape == span.shape and is_elementwise(key, torch.empty(shape, device="meta"), span.shape)

@@ -58,7 +58,7 @@ def declare_elementwise(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 
 def is_known_elementwise(optimizer_class: object) -> bool:
-    """Whether it is on the list, or was declared."""
+    """Says whether it is on the list, or was declared."""
     return optimizer_class in KNOWN or optimizer_class in _declared
 
 
@@ -92,7 +92,7 @@ def judge(optimizer: Optimizer, make: Maker | None = None) -> Verdict:
 
 
 def couples_parameters(optimizer: Optimizer, make: Maker | None = None) -> bool:
-    """Whether parameters are updated otherwise where each has an optimizer of its own, as far as trying tells.
+    """Says whether parameters are updated otherwise where each has an optimizer of its own, as far as trying tells.
 
     A class that takes the norm of all gradients by itself does (LAMB), or that finds one step size for all. Arguments
     are those of :func:`judge`.
@@ -192,7 +192,7 @@ def _compared(make: Maker, device: torch.device) -> Verdict:
 
 
 def _keeps_elements(make: Maker, device: torch.device) -> bool:
-    """Whether all state is numbers, and tensors with an element for each of the parameter's.
+    """Says whether all state is numbers, and tensors with an element for each of the parameter's.
 
     What has other state uses it some day, be it after more steps than were tried: Shampoo that starts as SGD.
     """
@@ -213,7 +213,7 @@ def _is_by_element(value: object, numel: int) -> bool:
 
 
 def _switch_to_training(optimizer: Optimizer) -> None:
-    """Schedule-free classes refuse to step without."""
+    """Switches to training, without which schedule-free classes refuse to step."""
     switch = getattr(optimizer, "train", None)
     if callable(switch):
         switch()
@@ -222,7 +222,7 @@ def _switch_to_training(optimizer: Optimizer) -> None:
 def _numbers(
     numels: Sequence[int], sizes: Sequence[float], device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Start values and the gradients of each step, [N]."""
+    """Draws start values and the gradients of each step, [N]."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:

@@ -20,7 +20,7 @@ _listings: dict[int, weakref.ref[Tree]] = {}
 
 
 def note_listings(listings: Iterable[Tree]) -> None:
-    """From now on the registered parameters (``param``) of these are known to be listed for them."""
+    """Notes that the registered parameters (``param``) of these are listed for them."""
     for listing in listings:
         key = id(listing.param)
         before = _listings.get(key)
@@ -41,7 +41,7 @@ def listing_of(param: torch.Tensor) -> Tree:
 
 
 def are_registered(ids: Iterable[int]) -> bool:
-    """Whether one of them may be that of a registered parameter; :func:`listing_of` tells of which."""
+    """Says whether one of them may be that of a registered parameter; :func:`listing_of` tells of which."""
     return not _listings.keys().isdisjoint(ids)
 
 
@@ -56,7 +56,7 @@ _stand_ins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_stand_in(listed: torch.Tensor, shard: torch.Tensor) -> None:
-    """Steps of an optimizer that lists this tensor change that shard."""
+    """Notes that steps of an optimizer that lists this tensor change that shard."""
     _stand_ins[listed] = weakref.ref(shard)
 
 
@@ -68,7 +68,7 @@ def changed_by_steps(listed: torch.Tensor) -> torch.Tensor:
 
 
 def lists_stand_ins(optimizer: Optimizer) -> bool:
-    """Whether an optimizer lists what stands for shards: its state is whole."""
+    """Says whether an optimizer lists what stands for shards: its state is whole."""
     return any(changed_by_steps(p) is not p for g in optimizer.param_groups for p in g["params"])
 
 

@@ -22,7 +22,7 @@ class StepPart(Protocol):
     """Takes part in every step of every optimizer; cheap where it is not concerned."""
 
     def before(self, optimizer: Optimizer) -> None:
-        """Gradients are what the update will read."""
+        """Is called when gradients are what the update will read."""
 
     def after(self, optimizer: Optimizer) -> None:
         """Undoes, once the update is through or gradients are about to change, what ``before`` did."""
@@ -35,7 +35,7 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 
 def take_part(part: StepPart, *, last: bool = False) -> None:
-    """From now on it is called in every step; once, however often it is asked for.
+    """Has it called in every step from now on; once, however often it is asked for.
 
     Args:
         last: after all others, who find the groups as the program knows them.

@@ -127,7 +127,7 @@ class GradientExchange:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The gradient buckets, in the order of sending."""
+        """Lists the gradient buckets, in the order of sending."""
         return [] if self._reducer is None else self._reducer.buckets
 
     # ------------------------------------------------------------ what is reduced how
@@ -271,7 +271,7 @@ class GradientExchange:
 
     @not_compiled
     def end_forward(self, outputs: object) -> None:
-        """After a training forward: its backward will be noticed."""
+        """Sees to it, after a training forward, that its backward is noticed."""
         try:  # noqa: SIM105 - it would cost calls
             self._forwards.pop().__exit__(None, None, None)
         except RuntimeError:  # a profiler was started inside of it
@@ -303,7 +303,7 @@ class GradientExchange:
 
     @property
     def has_sent(self) -> bool:
-        """Whether all buckets are on their way."""
+        """Says whether all buckets are on their way."""
         return self._reducer is None or self._reducer.has_sent
 
     @torch.no_grad()
@@ -469,7 +469,7 @@ class SparseReducer(GradientPart):
         return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
 
     def means(self) -> set[nn.Parameter]:
-        """Parameters whose gradient is a mean over ranks already."""
+        """Lists parameters whose gradient is a mean over ranks already."""
         return {p for p, mean in zip(self._params, self._mean, strict=True) if mean and p.grad is not None}
 
     def adopt_means(self, means: set[nn.Parameter]) -> None:

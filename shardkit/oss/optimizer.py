@@ -156,7 +156,7 @@ class OSS(Optimizer):
     # ---------------------------------------------------------------- facts
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """Returns this rank within the group."""
         return self._group.rank
 
     @property
@@ -166,7 +166,7 @@ class OSS(Optimizer):
 
     @property
     def runs_whole(self) -> bool:
-        """Whether every rank updates all parameters, as an optimizer does that can't be split."""
+        """Says whether every rank updates all parameters, as an optimizer does that can't be split."""
         return self.placement.runs_whole
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -355,11 +355,11 @@ class OSS(Optimizer):
 
     # ---------------------------------------------------------------- schedule-free optimizers
     def train(self) -> None:
-        """Parameters are what the next step needs, of optimizers that have this switch (collective)."""
+        """Makes parameters what the next step needs, of optimizers that have this switch (collective)."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Parameters are what is evaluated and saved, of optimizers that have this switch (collective)."""
+        """Makes parameters what is evaluated and saved, of optimizers that have this switch (collective)."""
         self._switch("eval")
 
     @noting_errors

@@ -100,7 +100,7 @@ class Placement(ABC):
     # ------------------------------------------------------------ state
     @abstractmethod
     def keeps_state_of(self, param: nn.Parameter) -> bool:
-        """Whether this rank's optimizer needs the state of a parameter."""
+        """Says whether this rank's optimizer needs the state of a parameter."""
 
     @abstractmethod
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
@@ -123,7 +123,7 @@ class OfParameters(Placement):
         return gradients_of(optimizer)
 
     def clear_gradients(self) -> None:
-        """Parameters show all of them."""
+        """Clears all that parameters show."""
 
     def state_of_owned(self, optimizer: Optimizer) -> dict[nn.Parameter, State]:
         state: Tree = optimizer.state
@@ -300,7 +300,7 @@ class OnEveryRank(OfParameters):
     runs_whole = True
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
-        """Parameters stay as they are."""
+        """Leaves parameters as they are."""
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return list(params)
@@ -382,7 +382,7 @@ class InSegments(Placement):
 
     # ------------------------------------------------------------ stepping
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
-        """Parameters without a gradient keep values and state."""
+        """Steps; parameters without a gradient keep values and state."""
         aside: list[PutAside | None] = []
 
         def put_aside() -> None:

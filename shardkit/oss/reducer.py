@@ -249,7 +249,7 @@ class Reducer:
         return after
 
     def means(self) -> set[nn.Parameter]:
-        """Parameters whose gradient is a mean over ranks already."""
+        """Lists parameters whose gradient is a mean over ranks already."""
         return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
 
     def adopt_means(self, means: set[nn.Parameter]) -> None:
@@ -259,7 +259,7 @@ class Reducer:
 
     @property
     def has_sent(self) -> bool:
-        """Whether all is on its way in this backward."""
+        """Says whether all is on its way in this backward."""
         return self._next == len(self.buckets)
 
     # ------------------------------------------------------------ sending

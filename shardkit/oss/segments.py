@@ -130,7 +130,7 @@ class FlatSegment:
         self._standing.stand(self.marked, stand_in(self.marked, self))
 
     def notice_clearing(self) -> None:
-        """Before new gradients: whether the module's zero_grad was called since the last reduction."""
+        """Looks, before new gradients, whether the module's zero_grad was called since the last reduction."""
         mark = self._standing.gradient
         if mark is None:
             return
@@ -191,7 +191,7 @@ class FlatSegment:
 
     @torch.no_grad()
     def take_values(self, if_written: bool = False) -> None:
-        """Parameters were given values by somebody else: the optimizer goes on from these.
+        """Lets the optimizer go on from values that somebody else has given to parameters.
 
         Args:
             if_written: only where somebody wrote to them since their values and the segment's were the same.

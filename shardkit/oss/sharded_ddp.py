@@ -212,7 +212,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too."""
+        """Lets backward, inside, only accumulate this rank's gradients; the next one outside reduces them too."""
         exchange = self._connected()
         refuse_local(exchange.policy)
         state = exchange.state

@@ -132,7 +132,7 @@ class AsyncPipe(nn.Module):
         self.partition = partition
 
     def _stage(self) -> Stage:
-        """Made in the first forward, when the parameters are where they will be."""
+        """Makes it in the first forward, when the parameters are where they will be."""
         if self.pipeline is None and self.partition is not None:
             device = self.input_device
             if device is None:

@@ -69,7 +69,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def holding(skips: Skips) -> Iterator[Skips]:
-    """Within this block layers pop from these skips and stash into them."""
+    """Lets layers, within this block, pop from these skips and stash into them."""
     before, _here.skips = _here.skips, skips
     try:
         yield skips
@@ -291,11 +291,11 @@ class SkipLayout:
             found.sort(key=lambda route: (route[0], route[2]))
 
     def copy_policy_by_src(self, prev_j: int) -> Iterable[tuple[int, Namespace | None, str]]:
-        """(where to, namespace, name) of what a partition stashes and others pop."""
+        """Yields (where to, namespace, name) of what a partition stashes and others pop."""
         return (route for route in self.by_src_partition[prev_j] if route[0] != prev_j)
 
     def copy_policy(self, next_j: int) -> Iterable[tuple[int, Namespace | None, str]]:
-        """(where from, namespace, name) of what a partition pops and others stash."""
+        """Yields (where from, namespace, name) of what a partition pops and others stash."""
         return (route for route in self.by_partition[next_j] if route[0] != next_j)
 
     def requires_copy(self, ns: Namespace | None, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -36,20 +37,27 @@ in_parts: list[Group] = []
 
 def check_whole(groups: Iterable[Group]) -> None:
     """Raises LifecycleError where gradients are those of some micro-batches, and ranks don't meet over them."""
-    if any(group in in_parts for group in groups):
-        raise LifecycleError(
-            "a norm or an overflow of gradients was asked for inside of uneven(), where they are those of some "
-            "micro-batches. Unscale, clip and step after the block, where gradients are those of all micro-batches"
-        )
+    for group, open_one in itertools.product(groups, in_parts):
+        is_this_rank = group.ranks[group.rank] == open_one.ranks[open_one.rank]  # ranks may be threads
+        if is_this_rank and len({*group.ranks} & {*open_one.ranks}) > 1:
+            raise asked_in_parts()
+
+
+def asked_in_parts() -> LifecycleError:
+    """Says what is not possible before all micro-batches are through."""
+    return LifecycleError(
+        "a norm or an overflow of gradients was asked for inside of uneven(), where they are those of some "
+        "micro-batches. Unscale, clip and step after the block, where gradients are those of all micro-batches"
+    )
 
 
 def dense(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
+    """Returns gradients as dense tensors; of sparse ones the values (after summing what stands twice)."""
     return [g.coalesce()._values() if g.is_sparse else g for g in gradients]
 
 
 def is_exact(norm_type: float) -> bool:
-    """Whether a norm whose bits don't depend on ranks is :func:`exact_norm`'s; the largest number is always such.
+    """Says whether a norm whose bits don't depend on ranks is :func:`exact_norm`'s; the largest number is always such.
 
     Raises:
         ConfigurationError: there is none of this order.

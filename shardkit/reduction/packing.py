@@ -28,7 +28,7 @@ _NOTHING = -1  # in place of a gradient's number
 
 @functools.cache
 def has_mean(dtype: torch.dtype) -> bool:
-    """Whether backends form the mean: halves are divided before their sum, which could overflow."""
+    """Says whether backends form the mean: halves are divided before their sum, which could overflow."""
     return dtype not in (torch.float16, torch.bfloat16)
 
 

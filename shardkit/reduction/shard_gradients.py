@@ -29,7 +29,7 @@ from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of, of_dtenso
 from ..torch_seams.tensor_facts import MarkedTensor, as_plain, stays_marked
 from ..tracing import ranges
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
-from .norms import check_whole, combined, global_norm, is_exact, nothing, order_of
+from .norms import asked_in_parts, check_whole, combined, global_norm, is_exact, nothing, order_of
 from .ordered import exact_norm
 
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
@@ -111,6 +111,28 @@ def _with_rows(gradient: Tree, value: float) -> torch.Tensor:
     return like_dtensor(local.new_full([1] * local.dim(), value), gradient)
 
 
+class GradientInParts(MarkedTensor):
+    """A gradient of some of a step's micro-batches, over which ranks don't meet.
+
+    torch would unscale and clip what a rank has by now, and over DTensors wait for ranks that are elsewhere.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Tree:
+        if func is _UNSCALE or ((func in _NORM or func is _NORMS) and _is_clipping()):
+            raise asked_in_parts()
+        with as_plain():
+            return func(*args, **(kwargs or {}))
+
+
+def mark_in_parts(gradient: torch.Tensor) -> None:
+    """Makes a gradient refuse what needs all of a step's micro-batches, until it has its class back."""
+    kind = of_dtensors(GradientInParts, type(gradient)) if is_dtensor(gradient) else GradientInParts
+    gradient.__class__ = kind  # type: ignore[assignment]
+
+
 def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradient]) -> None:
     """Makes a DTensor's norm exact, or right without rows; what else is true over ranks torch itself knows of one."""
     if is_dtensor(gradient) and not isinstance(gradient, ShardGradient):
@@ -118,7 +140,7 @@ def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradi
 
 
 def _is_clipping() -> bool:
-    """Whether it is torch's clipping that asks, or what another package put in its place."""
+    """Says whether it is torch's clipping that asks, or what another package put in its place."""
     frame = sys._getframe(2)
     while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
         frame = frame.f_back  # type: ignore[assignment]
@@ -304,13 +326,13 @@ class StandingGradient:
         self._version = 0
 
     def stand(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """From now on this gradient stands for others; it becomes the parameter's if it is not."""
+        """Lets this gradient stand for others from now on; it becomes the parameter's if it is not."""
         if param.grad is not gradient:
             param.grad = gradient
         self.gradient, self._version = gradient, gradient._version
 
     def was_touched(self, param: torch.Tensor) -> bool:
-        """Whether somebody has removed, replaced or written to it since."""
+        """Says whether somebody has removed, replaced or written to it since."""
         mark = self.gradient
         return mark is not None and (param.grad is not mark or mark._version != self._version)
 

@@ -71,7 +71,7 @@ class PutAside:
 
     @torch.no_grad()
     def put_back(self, flat: torch.Tensor, state: SavedState) -> None:
-        """After the step; state that it has made starts as it would in a plain process."""
+        """Puts them back after the step; state that it has made starts as it would in a plain process."""
         self._unused.put_back(flat, self._values)
         for key, now in state_by_element(flat, state).items():
             if key in self._state or key not in _STARTS_FROM_OPTIONS:

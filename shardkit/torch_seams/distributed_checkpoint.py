@@ -73,7 +73,7 @@ class Request:
     submodules: object
 
     def wants(self, option: str) -> bool:
-        """Whether a flag of the options is set."""
+        """Says whether a flag of the options is set."""
         return bool(getattr(self.options, option, False))
 
 
@@ -90,7 +90,7 @@ def current_request() -> Request | None:
 
 
 def is_called_by(function: str) -> bool:
-    """Whether that function of torch's called the method that asks, through what torch puts around methods."""
+    """Says whether that function of torch's called the method that asks, through what torch puts around methods."""
     for frame in islice(callers(), 1, 5):
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == _TORCHS:
             return True

@@ -33,14 +33,12 @@ def group_of(mesh: DeviceMesh | None, group: ProcessGroup = None) -> ProcessGrou
 
 
 def shards_and_replicas_of(
-    mesh: DeviceMesh | None, group: ProcessGroup = None, replicas: ProcessGroup = None
+    mesh: DeviceMesh, group: ProcessGroup = None, replicas: ProcessGroup = None
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Returns the ranks that share one copy of the model, and ranks that hold the same shard of it.
 
     A mesh of one dimension has the former; of one with two they are the last dimension, and replicas the first.
     """
-    if mesh is None:
-        return group, replicas
     _check_mesh(mesh, group if replicas is None else replicas)
     if mesh.ndim > 2:
         raise ConfigurationError(
@@ -108,7 +106,7 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor; imports nothing: where there is one, somebody has."""
+    """Says whether it is a DTensor; imports nothing: where there is one, somebody has."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
@@ -119,7 +117,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def is_cut(value: object) -> bool:
-    """Whether it is a DTensor, or a ShardedTensor."""
+    """Says whether it is a DTensor, or a ShardedTensor."""
     return hasattr(value, "full_tensor") or hasattr(value, "local_shards")
 
 

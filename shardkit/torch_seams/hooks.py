@@ -52,7 +52,7 @@ moments = itertools.count(1)
 
 
 def in_compiled_autograd() -> bool:
-    """Whether autograd's graph is compiled."""
+    """Says whether autograd's graph is compiled."""
     compiled: Any = sys.modules.get(COMPILED_AUTOGRAD)
     return compiled is not None and (
         compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region
@@ -68,10 +68,10 @@ class BackwardWatcher(Protocol):
     """Looks at gradients between the backwards of a step."""
 
     def begin(self) -> None:
-        """A backward has begun, of which nothing has come yet."""
+        """Notes that a backward has begun, of which nothing has come yet."""
 
     def end(self) -> None:
-        """Its gradients are where the optimizer will find them, or kept for a reduction."""
+        """Notes that its gradients are where the optimizer will find them, or kept for a reduction."""
 
 
 class BackwardState:
@@ -134,6 +134,12 @@ class BackwardState:
         else:
             self.before = [state for ref in reached if (state := ref()) is not None]
             reached.append(weakref.ref(self))
+
+    def go_on(self) -> None:
+        """Marks the running backward as the rest of one that raised."""
+        _reached.pop(self.task, None)
+        self.task = current_backward()
+        after_backward(self._end)
 
     @property
     def owner(self) -> Tree:
@@ -266,7 +272,7 @@ def callers() -> Iterator[FrameType]:
 
 
 def inside_another_backward() -> bool:
-    """Whether the running backward was started by the backward of a function (a re-entrant checkpoint).
+    """Says whether the running backward was started by the backward of a function (a re-entrant checkpoint).
 
     Autograd doesn't tell, but the Python stack does: this thread's, where device threads run nested backwards too.
     """
@@ -311,7 +317,7 @@ def check_asked_gradients(check: AskedCheck) -> None:
 
 @functools.cache
 def _is_of_a_function(forward: CodeType) -> bool:
-    """Whether an autograd function's forward runs this."""
+    """Says whether an autograd function's forward runs this."""
     kinds = [torch.autograd.Function]
     for kind in kinds:
         kinds += kind.__subclasses__()

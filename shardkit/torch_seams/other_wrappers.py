@@ -39,7 +39,7 @@ def note_wrapper(wrapper: type[nn.Module], owns: Callable[[nn.Parameter], bool] 
 
 
 class AccelerateAsks:
-    """Whether accelerate, as it is set up now, can leave a module as it is; true or false when it asks.
+    """Says whether accelerate, as it is set up now, can leave a module as it is; true or false when it asks.
 
     It reads ``module._is_accelerate_prepared``: see :class:`PreparedForAccelerate`.
     """

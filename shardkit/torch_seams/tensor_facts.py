@@ -84,7 +84,7 @@ class MarkedTensor(torch.Tensor):
 
 
 def stays_marked(result: object, args: Sequence[object], kind: type[torch.Tensor]) -> bool:
-    """Whether the result of a function is its first argument, of this kind, again: cloned, detached, scaled."""
+    """Says whether the result of a function is its first argument, of this kind, again: cloned, detached, scaled."""
     return (
         type(result) is torch.Tensor
         and bool(args)

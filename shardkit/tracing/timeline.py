@@ -210,7 +210,7 @@ def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Sl
 
 
 def is_collective(kind: str) -> bool:
-    """Whether ranks meet where such a range begins."""
+    """Says whether ranks meet where such a range begins."""
     return kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "summon")
 
 

@@ -125,7 +125,7 @@ def loaded(data: StateDict, groups: int) -> State:
 
 
 def sum_of_squares(norms: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Σn² as a 0-dim tensor with the dtype and device of ``like``; 0 where there are none."""
+    """Returns Σn² as a 0-dim tensor with the dtype and device of ``like``; 0 where there are none."""
     return torch.stack([n.to(like) for n in norms]).square().sum() if norms else torch.zeros_like(like)
 
 
@@ -179,12 +179,12 @@ class GradientMeter:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there were gradients since the last step."""
+        """Says whether there were gradients since the last step."""
         return bool(self._fired)
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward has begun and its end was not seen."""
+        """Says whether a backward has begun and its end was not seen."""
         return self._task != NO_BACKWARD or current_backward() != NO_BACKWARD
 
     @property
@@ -192,7 +192,7 @@ class GradientMeter:
         return self._task != NO_BACKWARD and current_backward() == NO_BACKWARD
 
     def sums(self) -> torch.Tensor:
-        """Σ|g_i|² of this rank by group, [G]."""
+        """Returns Σ|g_i|² of this rank by group, [G]."""
         if self._norms or self._sums is None:
             by_group = [[n for g, n in self._norms if g == group] for group in range(self.groups)]
             summed = torch.stack([sum_of_squares(norms, self.like) for norms in by_group])
@@ -250,7 +250,7 @@ class GradientMeter:
 def estimate(
     local: torch.Tensor, total: torch.Tensor, count: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norm of the true gradient and variance of a gradient at scale 1, each [G] (of one step: noisy).
+    """Estimates squared norm of the true gradient and variance of one at scale 1, each [G] (of one step: noisy).
 
     Args:
         local: Σ|g_i|² over ``count`` = cN gradients.
@@ -283,7 +283,7 @@ class Averaging:
         return [p for g in self._optimizer.param_groups for p in g["params"]]
 
     def note_parameters(self) -> None:
-        """After a change of the groups; whether they are the same on all ranks is compared before the next sum."""
+        """Notes a change of the groups; whether they are the same on all ranks is compared before the next sum."""
         self._compared = False
         for listing in filter(None, map(listing_of, self.parameters())):
             refuse_split(listing.originals, "AdaScale", "Choose the learning rate by hand")
@@ -296,7 +296,7 @@ class Averaging:
             )
 
     def measured(self) -> list[list[nn.Parameter]]:
-        """The parameters that get this rank's own gradients, by group: for FSDP's shards those that lie in them."""
+        """Lists parameters that get this rank's own gradients, by group: for FSDP's shards those that lie in them."""
         return [[m for p in g["params"] for m in self._behind(p)] for g in self._optimizer.param_groups]
 
     def _behind(self, param: nn.Parameter) -> list[nn.Parameter]:
@@ -729,7 +729,7 @@ class AdaScale(Optimizer):
 
 
 def _evaluated_closure(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of ``step``; a closure among them is evaluated, and gives that value when it is called first."""
+    """Returns the arguments of ``step``; a closure among them is evaluated, and gives that value at its first call."""
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -184,7 +184,7 @@ class EvaluationSampler(Sampler[int]):
         return -(-len(self.dataset) // self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the order is always that of the dataset. For loops that call it on any sampler."""
+        """Does nothing: the order is always that of the dataset. For loops that call it on any sampler."""
 
     def in_order(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns results of all ranks, [n_r, ...] each, in the order of the dataset, [N, ...].

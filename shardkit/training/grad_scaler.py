@@ -358,7 +358,7 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def lacks_kernel(operation: str, device: torch.device) -> bool:
-    """Whether a device has no kernel of its own for one of torch's operations."""
+    """Says whether a device has no kernel of its own for one of torch's operations."""
     key = torch._C._dispatch_key_for_device(device.type)
     return not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", key)
 
@@ -393,7 +393,7 @@ def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_in
 def _unscale_by_elementary_operations(
     values: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """The same in operations that any device has and any compiler fuses; lazy devices lack it for half precision."""
+    """Does it in operations that any device has and any compiler fuses; lazy devices lack it for half precision."""
     for v in values:
         found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(v)).any().to(found_inf.dtype)))
         # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
@@ -410,7 +410,7 @@ def updated_scale(
     backoff: float,
     interval: int,
 ) -> torch.Tensor:
-    """The next scale [1], as torch's kernel has it; steps without overflow are counted in ``tracker`` [1], in place."""
+    """Returns the next scale [1], as torch's kernel; steps without overflow count in ``tracker`` [1], in place."""
     overflowed = (
         torch.stack([f.to(scale.device).reshape(()) for f in found_inf]).sum().reshape(scale.shape) > 0
     )

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
-from ..fsdp.backward_steps import may_be_skipped
+from ..fsdp.masters import may_be_skipped
 from ..fsdp.state import state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
@@ -34,7 +34,7 @@ _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "stat
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether a device, or the host, had no memory left for this rank."""
+    """Says whether a device, or the host, had no memory left for this rank."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, ShardkitError):  # it may quote what another rank has said
@@ -139,7 +139,7 @@ class IssuedCalls:
 
     @contextlib.contextmanager
     def listening(self, groups: Iterable[Group]) -> Iterator[None]:
-        """Inside, calls in these groups and their channels are noted, and nobody hears that this rank gives up."""
+        """Notes, inside, calls in these groups and their channels; nobody hears that this rank gives up."""
         heard = list(dict.fromkeys(g for group in groups for g in (group, *group.channels())))
         try:
             for group in heard:
@@ -395,7 +395,7 @@ class SkipOutOfMemory:
 
     # ------------------------------------------------------------ a step that can't be ended
     def _can_leave(self) -> bool:
-        """Whether other ranks can be given what they wait for, and nothing of the step is left."""
+        """Says whether other ranks can be given what they wait for, and nothing of the step is left."""
         calls, whole = self._calls, self._known
         if calls.failed or calls.other or self._has_stepped():
             return False
@@ -415,7 +415,7 @@ class SkipOutOfMemory:
             raise
 
     def _drop(self) -> None:
-        """Nothing is left of the step on this rank."""
+        """Leaves nothing of the step on this rank."""
         for engine in dict.fromkeys(u.engine for u in self._units if u.engine is not None):
             engine.leave_step()
         for wrapper in self._wrappers:

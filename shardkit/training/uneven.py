@@ -11,9 +11,10 @@ is done first: training before evaluating, and the model of an outer block befor
 something else waits for the sum of what ranks say, follows what comes before, and says it again. So the first model's
 training waits for nobody.
 
-[Note: errors inside] A rank whose program raises while no other one waits for it in the middle of a micro-batch says so
-when it would have been through, and all ranks leave the block together, each with an error. Else it gives up, and those
-that wait for it are out of step.
+[Note: errors inside] A rank whose program raises between its calls of the model and its backwards says so when it would
+have been through, and all ranks leave the block together, each with an error. In the middle of a micro-batch it first
+takes part in the rest of it, for which others wait, without computing. Only where it can't know the rest, in the first
+forward of all or in an evaluation, it gives up, and those that wait for it are out of step.
 
 [Note: once] With ``once`` everything is gathered as the block begins, and reduced as it ends. In between ranks do not
 meet, so that each may do what it likes, and the slowest one is waited for once a step, not at each layer of each round.
@@ -45,7 +46,7 @@ from ..fsdp.unit import refuse_steps
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.norms import in_parts
 from ..reduction.ordered import refuse_local
-from ..reduction.shard_gradients import StandingGradient
+from ..reduction.shard_gradients import StandingGradient, mark_in_parts
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Args, Kwargs, Tree
@@ -99,15 +100,22 @@ class _FSDPFollower:
         """Whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
-    def follow(self, local: bool | None, forward: Callable[[], object] | None) -> None:
-        """Takes part in a call of the others (collective); in their forward by ``forward``, if it is given.
+    def follow(self, forward: Callable[[], object] | None, evaluates: bool) -> None:
+        """Takes part in a forward of the others (collective); by ``forward``, if it is given."""
+        self._engine.follow(forward, evaluates)
 
-        Args:
-            local: its gradients are kept, as inside of ``no_sync``; None: it has no backward.
-        """
-        before = self._engine.set_accumulating([bool(local)] * len(self._engine.units))
-        self._engine.follow(forward, evaluates=local is None)
-        self._engine.set_accumulating(before)
+    def follow_backward(self, local: bool) -> None:
+        """Takes part in a backward, or in the rest of one (collective), inside of ``no_sync`` or not."""
+        self._engine.follow_backward(local)
+
+    @property
+    def knows_rest(self) -> bool:
+        """Whether :meth:`follow_rest` knows what comes after what this rank has done of a forward."""
+        return self._engine.knows_rest
+
+    def follow_rest(self) -> None:
+        """Takes part in the rest of a forward that raised (collective)."""
+        self._engine.follow_rest()
 
     def meets_to_evaluate(self) -> bool:
         """Whether others are needed to evaluate."""
@@ -142,7 +150,7 @@ class _FSDPFollower:
 class _ShardedDDPFollower:
     """Answers the same of ShardedDDP."""
 
-    has_order = all_have_order = True  # the buckets'
+    has_order = all_have_order = knows_rest = True  # the buckets'
     flats: Sequence[FlatParam] = ()
 
     def note_order(self) -> None:
@@ -164,16 +172,24 @@ class _ShardedDDPFollower:
     def has_local_gradients(self) -> bool:
         return self.state.unreduced
 
-    def follow(self, local: bool | None, forward: Callable[[], object] | None) -> None:
-        before, self.state.accumulating = self.state.accumulating, bool(local)
+    def follow(self, forward: Callable[[], object] | None, evaluates: bool) -> None:
         trains, self._model.training = self._model.training, True  # as those who compute
         with torch.enable_grad():
             self._model._entered()
-            nothing = torch.zeros((), requires_grad=True).clone()
-            self._exchange.end_forward(nothing)
+            self._exchange.end_forward(())
         self._model.training = trains
+
+    def follow_backward(self, local: bool) -> None:
+        before, self.state.accumulating = self.state.accumulating, local
+        with torch.enable_grad():
+            nothing = torch.zeros((), requires_grad=True).clone()
+        begin = self.state.begin if self.state.task == NO_BACKWARD else self.state.go_on
+        nothing.register_hook(lambda _: begin())
         nothing.backward()
         self.state.accumulating = before
+
+    def follow_rest(self) -> None:
+        """There is nothing in it that ranks wait for."""
 
     def meets_to_evaluate(self) -> bool:
         return False
@@ -194,7 +210,7 @@ class _ShardedDDPFollower:
 
 
 class _Gradients:
-    """Keeps a step's gradients apart from those from before, and sees that nobody else touches them.
+    """Keeps a step's gradients apart from those from before, and sees that nobody else touches them or takes norms.
 
     Attributes:
         before: gradients from before; what removed them by then has cleared them.
@@ -204,19 +220,35 @@ class _Gradients:
         self.before: dict[nn.Parameter, torch.Tensor] = {}
         self._params = params
         self._standing: list[StandingGradient] = []
+        self._marked: list[tuple[torch.Tensor, type]] = []  # and the classes that they had
+        self._are_changed = False
+        self._mark()
+
+    def _mark(self) -> None:
+        self._marked = [(p.grad, type(p.grad)) for p in self._params if p.grad is not None]
+        for gradient, _ in self._marked:
+            mark_in_parts(gradient)
 
     def begin(self) -> None:
-        """A backward begins, or what was kept is about to be reduced.
-
-        Raises:
-            LifecycleError: gradients were changed since the last backward.
-        """
+        """A backward begins, or what was kept is about to be reduced."""
+        self._note_changes()
+        for gradient, kind in self._marked:
+            gradient.__class__ = kind  # type: ignore[assignment]
+        self._marked = []
         if not self._standing:
             self._standing = [StandingGradient() for _ in self._params]
             for p in self._params:
                 if p.grad is not None:
                     self.before[p], p.grad = p.grad, None
-        if any(each.was_touched(p) for each, p in zip(self._standing, self._params, strict=True)):
+
+    def _note_changes(self) -> None:
+        if any(each.was_touched(p) for each, p in zip(self._standing, self._params, strict=False)):
+            self._are_changed = True
+
+    def check(self) -> None:
+        """Raises LifecycleError if gradients were changed since a backward."""
+        self._note_changes()
+        if self._are_changed:
             raise LifecycleError(
                 "gradients were cleared or changed inside of uneven(), between its micro-batches. Call zero_grad() "
                 "before the block or after the step; unscale, clip and step after the block, where gradients are those "
@@ -228,10 +260,12 @@ class _Gradients:
         for each, p in zip(self._standing, self._params, strict=True):
             if p.grad is not None:
                 each.stand(p, p.grad)
+        self._mark()
 
     def restore(self) -> None:
         """Forgets the step's."""
-        for p in self._params if self._standing else ():
+        self.begin()
+        for p in self._params:
             p.grad = self.before.get(p)
 
 
@@ -269,7 +303,8 @@ class uneven:
     it likes: other layers than others, evaluations, several models inside of several blocks.
 
     An error that leaves the block is told to all ranks, which raise. Gradients then are those from before, and the next
-    block may begin; after an error in the middle of a micro-batch, without ``once``, ranks are out of step.
+    block may begin; after an error in a rank's first forward of all, or in an evaluation, without ``once``, ranks are
+    out of step.
 
     Args:
         model: see above.
@@ -365,11 +400,11 @@ class uneven:
             if error is None:
                 self._finish()
             elif not self._is_told and self._can_tell(error):
-                self._by.leave_step()
                 self._follow_others(error)
         except BaseException as found:
-            self._fail(found)
-            raise
+            self._fail(error or found)
+            if error is None or not isinstance(found, Exception):
+                raise
         else:
             if error is not None:
                 self._fail(error)
@@ -382,15 +417,28 @@ class uneven:
                 self._by.rounds.are_uneven = False
 
     def _can_tell(self, error: BaseException) -> bool:
-        """Whether nobody waits for this rank but to hear what it does next."""
+        """Whether this rank can take part in what others wait for, until they hear of it."""
         if not isinstance(error, Exception) or isinstance(error, OutOfStepError | RankLostError):
             return False
         return self._once or all(
-            not block._is_calling
-            and block._by.state.task == NO_BACKWARD
-            and block._by.state.count - block._backwards == block._forwards
+            block._lacks in (0, 1) and (not block._is_calling or (block._lacks and block._by.knows_rest))
             for block in _open.get()
         )
+
+    @property
+    def _lacks(self) -> int:
+        """Returns how many backwards are to come for what was called."""
+        return self._forwards - (self._by.state.count - self._backwards)
+
+    def _follow_rest(self) -> None:
+        """Takes part in what is left of a micro-batch that raised (collective); nothing of the step is left then."""
+        if self._is_calling and self._by.state.began == self._began:  # it raised before it began
+            self._by.follow(None, evaluates=False)
+        elif self._is_calling:
+            self._by.follow_rest()
+        if self._lacks or self._by.state.task != NO_BACKWARD:
+            self._by.follow_backward(self._is_local)
+        self._is_calling = False
 
     def _fail(self, error: BaseException) -> None:
         """Leaves nothing of the step on this rank, and tells others that have not heard of it."""
@@ -448,15 +496,17 @@ class uneven:
         self._weight = 1.0
         self._total += 1.0
         self._forwards += 1
-        self._kept_local = self._kept_local or self._by.state.accumulating
+        self._began, self._is_local = self._by.state.began, self._by.state.accumulating
+        self._kept_local = self._kept_local or self._is_local
 
     @not_compiled
     def _end(self, model: nn.Module, args: Args, outputs: Tree) -> None:
         self._is_calling = False
 
     def _check_backward(self) -> None:
-        backwards = self._by.state.count - self._backwards
-        if backwards != self._forwards:
+        self._gradients.check()
+        if self._lacks:
+            backwards = self._forwards - self._lacks
             raise LifecycleError(
                 f"there were {self._forwards} calls of the model and {backwards} backwards inside of uneven(): ranks "
                 "that are through take part in one backward for each. Call the model itself, none of its methods and "
@@ -479,8 +529,17 @@ class uneven:
             OutOfStepError: another rank has come by an error.
         """
         nest = self._nest()
-        for block in nest if error is None else ():
-            block._check_backward()
+        try:
+            for block in nest if error is None else ():
+                block._check_backward()
+        except LifecycleError as found:
+            if self._can_tell(found):
+                self._follow_others(found)
+            raise
+        for block in nest if error is not None else ():
+            if not self._once:
+                block._follow_rest()
+            block._by.leave_step()
         while self._meet(None, has_failed=error is not None) is not None:
             pass
         *_, total, kept, failed = nest[0]._told[1].tolist()
@@ -532,7 +591,9 @@ class uneven:
                 "there, or none"
             )
         self._is_following = True
-        self._by.follow(None if local is None else bool(local), forward)
+        self._by.follow(forward, evaluates=local is None)
+        if local is not None:
+            self._by.follow_backward(bool(local))
         self._is_following = False
         if local is not None:
             self._by.note_order()

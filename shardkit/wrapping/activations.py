@@ -84,12 +84,12 @@ def enable_recomputing() -> contextlib.AbstractContextManager[None]:
 
 
 def is_checkpointing() -> bool:
-    """Whether this is the first run of a checkpointed forward, which keeps no activations."""
+    """Says whether this is the first run of a checkpointed forward, which keeps no activations."""
     return thread_local.is_checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpointed forward runs again, for backward; side effects should then be left out."""
+    """Says whether a checkpointed forward runs again, for backward; side effects should then be left out."""
     return thread_local.is_recomputing
 
 

@@ -87,7 +87,7 @@ class AdaptedPolicy(Protocol):
     """A policy as :func:`~shardkit.wrapping.auto_wrap` asks it."""
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
-        """Whether to look at the children of ``module``, whose parameters have ``numel`` elements."""
+        """Says whether to look at the children of ``module``, whose parameters have ``numel`` elements."""
         ...
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:

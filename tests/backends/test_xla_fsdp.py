@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedGradScaler, auto_wrap, enable_wrap
 from shardkit.backend import get_backend
+from tests.beside import batch
+from tests.fsdp_models import MODELS, WIDTH, Checkpointed, Tied, Wrap, build, moved, plainly, reentrantly
 from tests.pools import rank_pool
 
 pytest.importorskip("torch_xla")
@@ -22,172 +23,31 @@ pytestmark = pytest.mark.xla
 
 
 STEPS = 4
-WORDS, TOKENS, BATCH = 11, 5, 3
-
-
-# ------------------------------------------------------------------ models: [B, T] tokens -> [B, T, C]
-class Block(nn.Module):
-    """Sizes that no number of ranks divides, and tiny ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 7)
-        self.down = nn.Linear(7, 6, bias=False)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Attention(nn.Module):
-    """Saves views of parts of a parameter for backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.bias = nn.Parameter(torch.zeros(2, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.tanh(self.bias[1] * x) + self.attention(x, x, x, need_weights=False)[0]
 
 
 class Net(nn.Module):
-    """Embedding, blocks, a convolution, a head."""
-
-    def __init__(self, blocks: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 6)
-        self.blocks = nn.Sequential(blocks(), blocks())
-        self.mix = nn.Conv1d(6, 6, 3, padding=1)
-        self.head = nn.Linear(6, WORDS, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(self.words(tokens))
-        x = torch.tanh(self.mix(x.transpose(1, 2))).transpose(1, 2)
-        return self.head(x)
-
-    def tie(self) -> None:
-        """Again after a move to XLA, which makes new parameters."""
-
-
-class TiedAcross(Net):
-    """The head, in a unit of its own, has the weight of the embedding, in another one."""
+    """Sizes that no number of ranks divides, a tiny one, a convolution, and a layer with a residual path."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Sequential(nn.Embedding(WORDS, 6))
-        self.tie()
-
-    def tie(self) -> None:
-        self.head.weight = self.words[0].weight
-
-
-class Doubled(nn.Module):
-    """One weight used twice within a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.tie()
+        self.first = nn.Linear(WIDTH, 7, bias=False)
+        self.block = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Tanh())
+        self.mix, self.scale = nn.Conv1d(1, 2, 3, padding=1), nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.b(torch.tanh(self.a(x)))
-
-    def tie(self) -> None:
-        self.b.weight = self.a.weight
-
-
-class TiedInside(Net):
-    def __init__(self) -> None:
-        super().__init__(Doubled)
-
-    def tie(self) -> None:
-        for block in self.blocks:
-            block.tie()
+        x = self.first(x)
+        x = x + self.scale * self.block(x)
+        return torch.tanh(self.mix(x.unsqueeze(1)))
 
 
-class Frozen(Net):
-    """The first block and, within the others, all biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, p in self.named_parameters():
-            p.requires_grad_(not name.startswith("blocks.0") and "bias" not in name)
+def nested(net: Any, unit: Wrap) -> nn.Module:
+    for name, part in list(net.named_children()):
+        setattr(net, name, unit(part))
+    return unit(net)
 
 
-class WithSpare(Block):
-    """Has a layer that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(6, 5)
-
-
-class Unused(Net):
-    """Layers, and a unit, that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__(WithSpare)
-        self.spare = nn.Conv1d(6, 6, 3)
-
-
-class Recomputed(Block):
-    """Activations are computed anew in backward, by one of three functions."""
-
-    kind = "none"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "xla":
-            from torch_xla.utils.checkpoint import checkpoint as theirs
-
-            return theirs(super().forward, x)
-        if self.kind == "none":
-            return super().forward(x)
-        return checkpoint(super().forward, x, use_reentrant=self.kind == "reentrant")
-
-
-class RecomputedUnits(Net):
-    """The same around the units."""
-
-    kind = "none"
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            if self.kind == "xla":
-                from torch_xla.utils.checkpoint import checkpoint as theirs
-
-                x = theirs(block, x)
-            elif self.kind == "none":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.kind == "reentrant")
-        x = torch.tanh(self.mix(x.transpose(1, 2))).transpose(1, 2)
-        return self.head(x)
-
-
-# ------------------------------------------------------------------ how they are wrapped
-def nested(net: Any, **options: Any) -> FSDP:
-    """Each block, the convolution and the head; the embedding is the root's or, if it is a block, a unit too."""
-    if isinstance(net.words, nn.Sequential):
-        net.words = FSDP(net.words, **options)
-    for k, block in enumerate(net.blocks):
-        net.blocks[k] = FSDP(block, **options)
-    if hasattr(net, "spare"):
-        net.spare = FSDP(net.spare, **options)
-    net.mix = FSDP(net.mix, **options)
-    net.head = FSDP(net.head, **options)
-    return FSDP(net, **options)
-
-
-def by_policy(net: Any, **options: Any) -> FSDP:
-    with enable_wrap(wrapper_cls=FSDP, **options):
-        return FSDP(auto_wrap(net, min_num_params=100), **options)
-
-
-def whole(net: Any, **options: Any) -> FSDP:
-    return FSDP(net, **options)
+def whole(net: nn.Module, unit: Wrap) -> nn.Module:
+    return unit(net)
 
 
 @dataclass(frozen=True)
@@ -195,17 +55,18 @@ class Case:
     """What is trained, and how.
 
     Attributes:
-        kind: for the models that compute activations anew.
+        build, wrap: the model, and which of its parts are units.
+        alone: what one process has in the model's place.
         micro: batches a step; all but the last one inside ``no_sync``.
         clip: largest norm of the gradients.
         scaled: with ShardedGradScaler.
         evaluates: with a forward in eval mode, and one without gradients, after each step.
     """
 
-    build: Callable[[], Any] = Net
-    wrap: Callable[..., FSDP] = nested
+    build: Callable[[], nn.Module] = Net
+    wrap: Callable[[nn.Module, Wrap], nn.Module] = nested
+    alone: Callable[[], nn.Module] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    kind: str = ""
     optimizer: Any = torch.optim.SGD
     micro: int = 1
     clip: float | None = None
@@ -213,162 +74,119 @@ class Case:
     evaluates: bool = False
     tolerance: float = 1e-6
 
-    def net(self) -> Any:
-        net = self.build()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for p in net.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator) / max(1, p.shape[-1]) ** 0.5)
-        return net
+    def model(self, device: torch.device, **options: Any) -> Any:
+        """Sharded, on a device."""
+        unit = partial(FSDP, **{**self.options, **options})
+        return self.wrap(moved(build(self.build), device), unit)
 
     def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         options = {"momentum": 0.9} if self.optimizer is torch.optim.SGD else {}
         return self.optimizer(net.parameters(), lr=0.05, weight_decay=0.1, **options)
 
 
-class _XlaForCheckpoint:
-    """torch.utils.checkpoint asks for the module ``torch.xla``, which torch_xla does not provide."""
+def by_policy(net: nn.Module, unit: Any) -> nn.Module:
+    with enable_wrap(wrapper_cls=FSDP, **unit.keywords):
+        return unit(auto_wrap(net, min_num_params=50))
 
 
-class recomputing(contextlib.AbstractContextManager[None]):
-    """Inside, activations are computed anew in this way."""
+def by_torch_xla(layer: nn.Module, x: torch.Tensor) -> Any:
+    from torch_xla.utils.checkpoint import checkpoint
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> None:
-        Recomputed.kind = RecomputedUnits.kind = self._kind or "none"
-        if self._kind:
-            torch.xla = _XlaForCheckpoint  # type: ignore[attr-defined]
-
-    def __exit__(self, *_: Any) -> None:
-        Recomputed.kind = RecomputedUnits.kind = "none"
+    return checkpoint(layer, x)
 
 
 BF16 = PrecisionPolicy(compute=torch.bfloat16, buffers=torch.bfloat16)
 KEPT, FREED = ReshardPolicy(after_forward=False), ReshardPolicy(after_forward=True, root=True)
+ROWS = {"flatten": False}
 
 CASES = {
     "nested": Case(),
-    "attention": Case(build=lambda: Net(Attention)),
     "auto_wrap": Case(wrap=by_policy),
     "one unit": Case(wrap=whole),
-    "not flat": Case(options={"flatten": False}),
+    "not flat": Case(options=ROWS),
     "kept after forward": Case(options={"reshard": KEPT}),
-    "root freed": Case(options={"reshard": FREED, "flatten": False}),
+    "root freed": Case(options={"reshard": FREED, **ROWS}),
     "bf16": Case(options={"precision": BF16}, tolerance=3e-2),
     "no_sync": Case(micro=3, clip=0.5),
-    "clip": Case(clip=0.1, options={"flatten": False}),
-    "tied inside": Case(build=TiedInside),
-    "tied inside, not flat": Case(build=TiedInside, options={"flatten": False}),
-    "tied across": Case(build=TiedAcross),
-    "frozen": Case(build=Frozen),
-    "unused": Case(build=Unused),
+    "clip": Case(clip=0.1, options=ROWS),
     "scaler": Case(scaled=True),
     "eval": Case(evaluates=True),
+    "tied across": Case(Tied),
+    "tied inside, not flat": Case(*MODELS["tied_inside"], options=ROWS),
+    **{
+        name.replace("_", " "): Case(*MODELS[name])
+        for name in (
+            *("attention", "tied_inside", "adapted", "all_frozen_unit"),
+            *("unused_unit", "unused_layer", "boxed"),
+        )
+    },
 } | {
-    f"recomputed {where}, {kind}": Case(build=build, kind=kind)
-    for where, build in (("inside", lambda: Net(Recomputed)), ("outside", RecomputedUnits))
-    for kind in ("reentrant", "plain", "xla")
+    f"recomputed {where}, {kind}": Case(
+        partial(Checkpointed, call), wrap, partial(Checkpointed, nn.Module.__call__)
+    )
+    for where, wrap in (("inside", whole), ("outside", MODELS["checkpoint"][1]))
+    for kind, call in (("reentrant", reentrantly), ("plain", plainly), ("xla", by_torch_xla))
 }
-ON_FOUR = ("nested", "not flat", "no_sync", "tied across", "frozen", "unused")
+ADAM = Case(optimizer=torch.optim.Adam)
+ON_FOUR = ("nested", "not flat", "no_sync", "tied across", "all frozen unit", "unused unit")
 
 
-def batch(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and what comes after them, [B, T]."""
-    generator = torch.Generator().manual_seed(1000 * count + rank)
-    tokens = torch.randint(WORDS, (BATCH, TOKENS + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(net: nn.Module, rank: int, count: int, device: torch.device) -> torch.Tensor:
-    tokens, targets = (t.contiguous().to(device) for t in batch(rank, count))
-    return nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), targets.flatten())
+def loss_of(net: nn.Module, rank: int, count: int) -> torch.Tensor:
+    output: torch.Tensor = net(batch(rank, count).to(next(net.parameters()).device))
+    return output.float().square().mean()
 
 
 # ------------------------------------------------------------------ runs
-@functools.cache
-def truth(name: str, world_size: int) -> dict[str, Any]:
-    """One process: for each step the losses by rank, and the parameters in the end."""
-    case = CASES[name]
-    net = case.net()
-    optimizer = case.make_optimizer(net)
-    losses, evaluated, cpu = [], [], torch.device("cpu")
+def train(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """With FSDP, and beside it in one process: losses, both states, and what XLA did."""
+    vars(torch).setdefault("xla", object())  # torch.utils.checkpoint asks for it, and torch_xla has none
+    case, backend, plain = CASES[name], get_backend("xla"), build(CASES[name].alone or CASES[name].build)
+    model = case.model(backend.device())
+    optimizer, alone = case.make_optimizer(model), case.make_optimizer(plain)
+    backend.mark_step(wait=True)
+    losses, compiles, seen = [], [], {}
+    scaler = ShardedGradScaler(init_scale=2.0**8) if case.scaled else None
     for step in range(STEPS):
         optimizer.zero_grad()
+        alone.zero_grad()
         for micro in range(case.micro):
-            values = [loss_of(net, r, step * case.micro + micro, cpu) for r in range(world_size)]
-            (sum(values) / world_size).backward()  # type: ignore[union-attr]
-        losses.append([v.item() for v in values])
+            count = step * case.micro + micro
+            with model.no_sync() if micro < case.micro - 1 else contextlib.nullcontext():
+                loss = loss_of(model, rank, count)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            wanted = torch.stack([loss_of(plain, r, count) for r in range(world_size)])
+            wanted.mean().backward()
+        if step == STEPS - 1:
+            seen = _program(model, loss, case.micro)
+        losses.append((loss.detach(), wanted[rank].item()))
         if case.clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), case.clip)
-        optimizer.step()
+            model.clip_grad_norm_(case.clip)
+            nn.utils.clip_grad_norm_(plain.parameters(), case.clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        alone.step()
         if case.evaluates:
-            evaluated.append([loss_of(net, r, 99, cpu).item() for r in range(world_size)])
-    return {"losses": losses, "evaluated": evaluated, "state": net.state_dict()}
-
-
-def train(rank: int, name: str) -> dict[str, Any]:
-    """The same with FSDP: this rank's losses, the full state dict, and what XLA did."""
-    case = CASES[name]
-    backend = get_backend("xla")
-    net = case.net().to(backend.device())
-    net.tie()
-    with recomputing(case.kind):
-        model = case.wrap(net, **case.options)
-        optimizer = case.make_optimizer(model)
+            losses.append((_evaluate(model, rank), loss_of(plain, rank, 99).item()))
         backend.mark_step(wait=True)
-        losses, evaluated, compiles, seen = [], [], [], {}
-        scaler = ShardedGradScaler(init_scale=2.0**8) if case.scaled else None
-        for step in range(STEPS):
-            loss = _backward(case, model, optimizer, scaler, rank, step)
-            if step == STEPS - 1:
-                seen = _program(model, loss, case.micro)
-            _update(case, model, optimizer, scaler)
-            if case.evaluates:
-                evaluated.append(_evaluate(model, rank))
-            backend.mark_step(wait=True)
-            losses.append(loss.detach())
-            compiles.append(_compiles())
-        state = model.state_dict()
-        backend.mark_step()
+        compiles.append(_compiles())
+    state = model.state_dict()
+    backend.mark_step()
     return {
-        "losses": [x.item() for x in losses],
-        "evaluated": [x.item() for x in evaluated],
-        "state": {k: v.detach().cpu() for k, v in state.items()},
+        "losses": [(mine.item(), one) for mine, one in losses],
+        "states": ({k: v.detach().cpu() for k, v in state.items()}, plain.state_dict()),
         "compiles": compiles,
         **seen,
     }
 
 
-def _backward(
-    case: Case, model: FSDP, optimizer: torch.optim.Optimizer, scaler: Any, rank: int, step: int
-) -> torch.Tensor:
-    device = next(model.parameters()).device
-    optimizer.zero_grad()
-    for micro in range(case.micro):
-        with model.no_sync() if micro < case.micro - 1 else contextlib.nullcontext():
-            loss = loss_of(model, rank, step * case.micro + micro, device)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-    return loss
-
-
-def _update(case: Case, model: FSDP, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    if case.clip is not None:
-        model.clip_grad_norm_(case.clip)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def _evaluate(model: FSDP, rank: int) -> torch.Tensor:
-    device = next(model.parameters()).device
     model.eval()
     with torch.no_grad():
-        without = loss_of(model, rank, 99, device)
-    with_gradients = loss_of(model, rank, 99, device)  # no backward follows
+        without = loss_of(model, rank, 99)
+    with_gradients = loss_of(model, rank, 99)  # no backward follows
     model.train()
     return (without + with_gradients.detach()) / 2
 
@@ -409,7 +227,7 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
     losses = []
     for step in steps:
         optimizer.zero_grad()
-        loss = loss_of(model, rank, step, backend.device())
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         backend.mark_step()
@@ -419,9 +237,8 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps:
 
 def save(rank: int, backend_name: str, flatten: bool) -> dict[str, Any]:
     """Two steps, and then all kinds of state, on the CPU."""
-    case = Case(optimizer=torch.optim.Adam, options={"flatten": flatten})
-    model = case.wrap(case.net().to(get_backend(backend_name).device()), **case.options)
-    optimizer = case.make_optimizer(model)
+    model = ADAM.model(get_backend(backend_name).device(), flatten=flatten)
+    optimizer = ADAM.make_optimizer(model)
     losses = _steps(model, optimizer, rank, range(2))
     return {
         "losses": losses,
@@ -435,13 +252,9 @@ def save(rank: int, backend_name: str, flatten: bool) -> dict[str, Any]:
 
 def resume(rank: int, backend_name: str, flatten: bool, saved: list[dict[str, Any]]) -> list[float]:
     """Two more steps from there with a fresh model, at any number of ranks."""
-    case = Case(optimizer=torch.optim.Adam, options={"flatten": flatten})
-    net = case.net().to(get_backend(backend_name).device())
-    with torch.no_grad():
-        for p in net.parameters():
-            p.zero_()
-    model = case.wrap(net, **case.options)
-    optimizer = case.make_optimizer(model)
+    fresh = replace(ADAM, build=lambda: build(Net, seed=1))
+    model = fresh.model(get_backend(backend_name).device(), flatten=flatten)
+    optimizer = ADAM.make_optimizer(model)
     alike = saved[0]["cut"] in ("alike", backend_name)
     if alike and len(saved) == get_backend(backend_name).group().world_size:
         model.load_local_state_dict(saved[rank]["local"])
@@ -453,16 +266,15 @@ def resume(rank: int, backend_name: str, flatten: bool, saved: list[dict[str, An
 
 def plain_with_adam(world_size: list[int]) -> list[list[float]]:
     """Losses by step and rank of one process, whose number of ranks changes from step to step."""
-    case = Case(optimizer=torch.optim.Adam)
-    net = case.net()
-    optimizer = case.make_optimizer(net)
+    net = build(Net)
+    optimizer = ADAM.make_optimizer(net)
     losses = []
     for step, ranks in enumerate(world_size):
         optimizer.zero_grad()
-        values = [loss_of(net, r, step, torch.device("cpu")) for r in range(ranks)]
-        (sum(values) / ranks).backward()  # type: ignore[union-attr]
+        values = torch.stack([loss_of(net, r, step) for r in range(ranks)])
+        values.mean().backward()
         optimizer.step()
-        losses.append([v.item() for v in values])
+        losses.append(values.tolist())
     return losses
 
 
@@ -480,11 +292,10 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     backend = get_backend("xla")
     replica = Replica(rank, world.size, NativeCollectives(), in_memory(world.here()))
     group = XlaGroup(backend, replica, range(world.size))  # type: ignore[arg-type]
-    case = CASES[name]
-    model = case.wrap(case.net().to(backend.device()), group=group, **case.options)
+    model = CASES[name].model(backend.device(), group=group)
     backend.mark_step(wait=True)
     for step in range(2):
-        loss = loss_of(model, rank, step, backend.device())
+        loss = loss_of(model, rank, step)
         loss.backward()
         if step == 1:
             break
@@ -497,28 +308,18 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     return {**found, "barriers": hlo.count(" opt-barrier("), "loss": loss.item()}
 
 
-def assert_equal(name: str, world_size: int, results: list[dict[str, Any]]) -> None:
-    case, one = CASES[name], truth(name, world_size)
-    for rank, result in enumerate(results):
-        for what in ("losses", "evaluated"):
-            wanted = [step[rank] for step in one[what]]
-            assert result[what] == pytest.approx(wanted, rel=case.tolerance, abs=case.tolerance), (what, rank)
-        assert list(result["state"]) == list(one["state"])
-        tolerance = 10 * case.tolerance
-        for key, value in result["state"].items():
-            torch.testing.assert_close(
-                value, one["state"][key], rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
-            )
-
-
 RUNS = [(2, name) for name in CASES] + [(4, name) for name in ON_FOUR]
 
 
 @pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_training_equals_one_process(world_size: int, name: str) -> None:
-    results = rank_pool(world_size, "xla").run(train, name)
-    assert_equal(name, world_size, results)
-    for result in results:
+    tolerance = CASES[name].tolerance
+    for result in rank_pool(world_size, "xla").run(train, world_size, name):
+        for mine, one in result["losses"]:
+            assert mine == pytest.approx(one, rel=tolerance, abs=tolerance)
+        mine, one = result["states"]
+        assert list(mine) == list(one)
+        torch.testing.assert_close(mine, dict(one), rtol=10 * tolerance, atol=10 * tolerance)
         compiles = result["compiles"]
         # the first step makes optimizer state, the second is the steady state
         assert compiles[-2] == compiles[1], f"compiles after each step: {compiles}"

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
@@ -100,52 +98,6 @@ def test_trains_like_the_plain_module(make: Callable[[], nn.Module]) -> None:
         other.step()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(flat.state_dict()[name], value)
-
-
-@st.composite
-def trees(draw: st.DrawFn, depth: int = 2) -> nn.Module:
-    children: list[nn.Module] = []
-    for _ in range(draw(st.integers(1, 3))):
-        if depth and draw(st.booleans()):
-            children.append(draw(trees(depth - 1)))
-        else:
-            children.append(nn.Linear(3, 3, bias=draw(st.booleans())))
-    if draw(st.booleans()):
-        children.append(children[0])
-    tree = nn.Sequential(*children)
-    layers = [m for m in tree.modules() if isinstance(m, nn.Linear)]
-    if draw(st.booleans()):
-        layers[-1].weight = layers[0].weight
-    return tree
-
-
-@settings(max_examples=60, deadline=None)
-@given(trees(), st.data())
-def test_any_groups_of_any_tree(plain: nn.Module, data: st.DataObject) -> None:
-    wrapped = copy.deepcopy(plain)
-    groups: list[list[nn.Parameter]] = [[], [], []]
-    for param in wrapped.parameters():
-        choice = data.draw(st.integers(0, 3))
-        if choice < 3:
-            groups[choice].append(param)
-    flat = FlattenParamsWrapper(wrapped, groups)
-    assert len(flat.flat_params) == sum(map(bool, groups))
-    x = torch.randn(2, 3)
-    assert torch.equal(flat(x), plain(x))
-    flat(x).sum().backward()
-    plain(x).sum().backward()
-    with flat.unflatten_params():
-        names = [n.removeprefix("_fpw_module.") for n, _ in flat.named_parameters()]
-    assert sorted(names) == sorted(n for n, _ in plain.named_parameters())
-    by_name = dict(plain.named_parameters(remove_duplicate=False))
-    for flat_param in flat.flat_params:
-        for name, grad in zip(
-            flat_param.metadata()[0], flat_param.get_param_views(flat_param.grad), strict=True
-        ):
-            torch.testing.assert_close(grad, by_name[name.removeprefix("_fpw_module.")].grad)
-    assert {k: v.tolist() for k, v in flat.state_dict().items()} == {
-        k: v.tolist() for k, v in plain.state_dict().items()
-    }
 
 
 def test_names_and_what_follows_them() -> None:

@@ -363,29 +363,6 @@ def test_state_of_a_member_begins_with_its_first_gradient(rank: int, name: str) 
     assert_same(sharded, plain, name, atol=1e-5)
 
 
-@on_ranks(2)
-def test_scaler_skips_on_all_ranks(rank: int) -> None:
-    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)), precision=PrecisionPolicy(compute=torch.float16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = shardkit.ShardedGradScaler(init_scale=8.0)
-    start = model.state_dict()
-    loss = model(batch(0, 2)[rank]).float().pow(2).mean()
-    scaler.scale(loss * (float("inf") if rank == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0
-    assert_equal_state(model.state_dict(), start)
-    optimizer.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(batch(1, 2)[rank]).float().pow(2).mean()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    model.clip_grad_norm_(1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert not torch.equal(model.state_dict()["0.weight"], start["0.weight"])
-
-
 # ------------------------------------------------------------------------------------ what users do wrong
 @pytest.mark.parametrize(
     "case",

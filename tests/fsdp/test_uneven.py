@@ -443,37 +443,64 @@ def test_a_first_forward_for_others_runs_under_their_autocast(rank: int) -> None
     assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
 
 
-def _fails(model: nn.Module, outer: nn.Module, rank: int, once: bool, where: str) -> None:
-    """Rank 1 has a bad batch, the second of three, in a block inside of another one."""
+PLACES = ("between", "forward", "inside", "loss", "backward", "clear", "clear at the end", "clip", "unscale")
+
+
+def _failing_in_backward(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+    output.register_hook(lambda _: int("bad"))
+
+
+def _fails(
+    model: nn.Module, outer: nn.Module, optimizer: Any, once: bool, where: str, count: int, bad: int
+) -> None:
+    """A rank has a bad batch in a block inside of another one, or does what is refused there."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    refused: dict[str, Callable[[], object]] = {
+        "clear": optimizer.zero_grad,
+        "clip": lambda: nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0),
+        "unscale": lambda: scaler.unscale_(optimizer),
+    }
     with shardkit.uneven(outer, once=once), shardkit.uneven(model, once=once):
         _loss(outer, 1).backward()
-        for k in range(3):
-            if rank == k == 1 and where == "between":
+        for k in range(count):
+            is_bad = k == bad
+            if is_bad and where == "between":
                 raise ValueError("a bad batch")
-            loss = model(None) if rank == k == 1 and where == "forward" else _loss(model, k)
-            if rank == k == 1:
-                loss.register_hook(lambda _: int("bad")) if where == "backward" else int("a loss")
+            with contextlib.ExitStack() as undo:
+                if is_bad and where == "inside":
+                    undo.callback(model.blocks[2].register_forward_pre_hook(lambda *_: int("bad")).remove)
+                elif is_bad and where == "backward":
+                    undo.callback(model.blocks[0].register_forward_hook(_failing_in_backward).remove)
+                loss = scaler.scale(model(None) if is_bad and where == "forward" else _loss(model, k))
+            if is_bad and where == "evaluate":
+                with torch.no_grad():
+                    _loss(model, k)
+            elif is_bad and where not in ("backward", "clear at the end"):
+                refused.get(where, lambda: int("a loss"))()
             loss.backward()
+        if where == "clear at the end" and bad >= 0:
+            optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "ShardedDDP"])
+@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
 @on_ranks(2)
 def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way: str) -> None:
     plain = Net()
     for seed in (5, 6):
         _loss(plain, seed).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    for once, where in (
-        (False, "between"),
-        *((True, where) for where in ("between", "forward", "loss", "backward")),
-    ):
+    for once, where in itertools.product((False, True), (*PLACES, "evaluate")):
+        if where == "evaluate" and (once or way == "ShardedDDP"):
+            continue  # it is right there
         model, optimizer = _sharded(way)
         _loss(model, 5).backward()
         other = fully_shard(Net())
-        with pytest.raises(OutOfStepError if rank == 0 else (ValueError, TypeError)) as raised:
-            _fails(model, other, rank, once, where)
+        refused = where in ("clear", "clear at the end", "clip", "unscale", "evaluate")
+        own = LifecycleError if refused else (ValueError, TypeError)
+        with pytest.raises(own if rank else OutOfStepError) as raised:
+            _fails(model, other, optimizer, once, where, 3, 1 if rank else -1)
         if rank == 0:
-            assert "rank 1 gave up: it left uneven() by " in str(raised.value)
+            assert "rank 1 gave up: it left uneven() by " in str(raised.value), where
             assert "once=True" not in str(raised.value)
         assert all(p.grad is None for p in other.parameters())
         with shardkit.uneven(model, once=once):
@@ -482,8 +509,46 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
         assert float(clip(1e9)) == pytest.approx(norm, rel=1e-12)
 
 
+def _drawn_errors(rank: int, seed: int) -> None:
+    """Some ranks have a bad batch at some place, after a block that shows the order and before one that is right."""
+    draw, world_size = random.Random(seed), 2 + seed % 7
+    way, once = draw.choice(["FSDP", "fully_shard", "ShardedDDP"]), draw.random() < 0.3
+    where = draw.choice(PLACES[: 5 if way == "ShardedDDP" else None])  # a rank may own nothing to clear
+    counts = [draw.randint(1, 3) for _ in range(world_size)]
+    bad = [draw.choice((-1, -1, k)) for k in map(draw.randrange, counts)]
+    if where in PLACES[5:]:  # there is no gradient before
+        bad = [-1 if k == 0 else k for k in bad]
+    model, optimizer = _sharded(way)
+    other, plain = fully_shard(Net()), Net()
+    with shardkit.uneven(model):
+        _loss(model, 0).backward()
+    optimizer.zero_grad()
+    found: Exception | None = None
+    try:
+        _fails(model, other, optimizer, once, where, counts[rank], bad[rank])
+    except (LifecycleError, ValueError, TypeError, OutOfStepError) as error:
+        found = error
+    assert isinstance(found, OutOfStepError) == (bad[rank] < 0 and max(bad) >= 0)
+    assert (found is None) == (max(bad) < 0)
+    optimizer.zero_grad()
+    with shardkit.uneven(model, once=draw.random() < 0.3):
+        for k in range(counts[rank]):
+            _loss(model, 10 * k + rank).backward()
+    for r, n in enumerate(counts):
+        for k in range(n):
+            (_loss(plain, 10 * k + r) / sum(counts)).backward()
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    clip: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
+    assert float(clip(1e9)) == pytest.approx(norm, rel=1e-12)
+
+
+def test_drawn_errors_on_simulated_ranks() -> None:
+    for seed in range(14):
+        rank_pool(2 + seed % 7, "simulated").run(_drawn_errors, seed)
+
+
 def _astray(rank: int, what: str) -> str:
-    """Ranks that meet at each layer do something else: in the middle of a micro-batch, in layers, with models."""
+    """Ranks that meet at each layer do something else: in layers, with models; or fail in their first forward."""
     found = Branches()
     for each in (*found.branches, found):
         fully_shard(each)
@@ -494,11 +559,8 @@ def _astray(rank: int, what: str) -> str:
                 found.which = rank if what == "layers" else 0
                 if what == "model" and rank == k == 1:
                     _loss(other, 0)
-                loss = _loss(found, k)
-                if what == "error" and rank:
-                    raise ValueError("a bad batch")
-                loss.backward()
-    except (OutOfStepError, ValueError) as error:
+                (found(None) if what == "error" and rank else _loss(found, k)).backward()
+    except (OutOfStepError, TypeError) as error:
         return str(error)
     return ""
 
@@ -509,8 +571,7 @@ def test_who_goes_astray_is_out_of_step() -> None:
     for what in ("layers", "model", "error"):
         first, second = run_once(2, "simulated", _astray, what)
         if what == "error":
-            assert "it left uneven() by ValueError: a bad batch" in first
-            assert second == "a bad batch"
+            assert "NoneType" in second
         for said in (first, second) if what != "error" else (first,):
             assert "Inside of uneven() ranks meet at each layer" in said
             assert "uneven(model, once=True)" in said

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from shardkit.fsdp.originals import Unused
+from shardkit.fsdp.flat_param import Unused
 
 COUNT = 2
 HAD = list(itertools.product([False, True], repeat=COUNT))

@@ -271,50 +271,6 @@ def test_gradients_of_gradients(rank: int, size: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------ layers
-LINEARS = [
-    *itertools.product(("column", "row"), (True, False), (True, False), (torch.float64, torch.bfloat16))
-]
-
-
-def _linear(part: int, parts: int, kind: str, bias: bool, whole_io: bool, dtype: torch.dtype) -> None:
-    plain = nn.Linear(12, 20, bias=bias, dtype=torch.float64)
-    x0, g0 = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 3, 20, dtype=torch.float64)
-    if kind == "column":
-        layer: Any = mp.ColumnParallelLinear(12, 20, bias=bias, gather_output=whole_io).double()
-    else:
-        layer = mp.RowParallelLinear(12, 20, bias=bias, input_is_parallel=not whole_io).double()
-    dim = 0 if kind == "column" else 1
-    with torch.no_grad():
-        layer.weight.copy_(plain.weight.chunk(parts, dim)[part])
-        if bias:
-            assert not layer.bias.any()
-            layer.bias.copy_(plain.bias.chunk(parts)[part] if dim == 0 else plain.bias)
-    assert_close(layer.get_master_weight(), plain.weight.detach())
-    layer, plain = layer.to(dtype), plain.to(dtype)
-    x, xp = x0.to(dtype).requires_grad_(), x0.to(dtype).requires_grad_()
-    y = layer(x if dim == 0 or whole_io else mp.scatter_to_model_parallel_region(x))
-    truth = plain(xp)
-    truth.backward(g0.to(dtype))
-    cut = dim == 0 and not whole_io
-    tolerance = {} if dtype is torch.float64 else {"rtol": 0.05, "atol": 0.05}
-    assert_close(y, truth.chunk(parts, -1)[part] if cut else truth, **tolerance)
-    y.backward((g0.chunk(parts, -1)[part] if cut else g0).to(dtype))
-    assert_close(x.grad, xp.grad, **tolerance)
-    assert_close(layer.weight.grad, plain.weight.grad.chunk(parts, dim)[part], **tolerance)
-    if bias:
-        expected = plain.bias.grad.chunk(parts)[part] if dim == 0 else plain.bias.grad
-        assert_close(layer.bias.grad, expected, **tolerance)
-    assert list(layer.state_dict()) == (["weight", "bias"] if bias else ["weight"])
-
-
-@sizes
-@on_ranks(WORLD)
-def test_linear(rank: int, size: int) -> None:
-    with parallel(size) as (part, parts):
-        for options in LINEARS:
-            _linear(part, parts, *options)
-
-
 def _start_values(rank: int, size: int) -> list[torch.Tensor]:
     """Whole weights after drawing them in parts."""
     with parallel(size):

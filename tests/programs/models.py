@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit.wrapping.activations import checkpoint_wrapper
+from tests.fsdp_models import moved
 
 from .leaves import LEAVES, SharedLinear
 from .spec import ModelSpec, Node, Path
@@ -208,14 +209,7 @@ class Tree:
             other.linear.weight = shared[0].linear.weight
 
     def to(self, device: torch.device) -> None:
-        """Moves the model. A move to XLA makes new parameters, so those with several names are shared anew."""
-        places: dict[nn.Parameter, list[str]] = {}
-        for name, p in self.model.named_parameters(remove_duplicate=False):
-            places.setdefault(p, []).append(name)
-        self.model.to(device)
-        for first, *others in places.values():
-            for module, _, attribute in (name.rpartition(".") for name in others):
-                setattr(self.model.get_submodule(module), attribute, self.model.get_parameter(first))
+        moved(self.model, device)
 
     def set_trainable(self, path: Path, names: str, trainable: bool) -> None:
         """Sets ``requires_grad`` of a node's parameters that ``names`` ("", "all" or an end) means.

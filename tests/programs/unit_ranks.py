@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ShardkitError
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
+from shardkit.layout import AlignedLayout, EachAlone
 
 from .models import Tree
 from .ranks import Rank, tensors

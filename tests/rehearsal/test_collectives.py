@@ -34,7 +34,7 @@ def same(one: Any, other: Any) -> bool:
 def compare(world_size: int, sequence: list[tuple[str, int, str, bool]]) -> None:
     expected = rank_pool(world_size).run(programs.run, sequence)
     report = rehearse(lambda rank: programs.run(rank, sequence), world_size, memory=False)
-    assert report.is_good, report.text()
+    assert report.is_good, str(report)
     for rank in range(world_size):
         for call, one, other in zip(sequence, expected[rank], report.results[rank], strict=True):
             assert same(one, other), (rank, call, one, other)

@@ -170,6 +170,13 @@ def test_recursive_wrap() -> None:
     assert model[2] is ignored
     assert not any(isinstance(m, Box) for m in ignored.modules())
     assert numel == 56
+    seen: list[int] = []  # asked about each module once its children are wrapped
+    linears = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    _, numel = recursive_wrap(
+        linears, lambda unwrapped_params, recurse, **_: recurse or not seen.append(unwrapped_params),
+        Box, [], [linears[0].bias],
+    )  # fmt: skip
+    assert (seen, numel) == ([35, 24, 0], 59)  # what doesn't count, counts nowhere
     assert size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8)
     assert not size_based_auto_wrap_policy(nn.Linear(1, 1), False, 10**8 - 1)
 

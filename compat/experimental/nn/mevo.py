@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _rows(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., D] and [...] as [T, D] and [T]."""
+    """Views [..., D] and [...] as [T, D] and [T]."""
     return input.reshape(-1, input.shape[-1]), target.reshape(-1)
 
 
@@ -87,7 +87,7 @@ class BaselineSoftmax(nn.Module):
         self.scale = scale
 
     def lmcl_pre_softmax(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Logits of the large margin cosine loss, [T, V]."""
+        """Returns logits of the large margin cosine loss, [T, V]."""
         return lmcl_matmul(input, self.fc.weight, target, 0, self.margin, self.scale)
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         return -(log_probabilities if self.log_softmax else log_probabilities.exp()).sum()
 
     def eval_forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V], without margin and scale."""
+        """Returns logits [..., V], without margin and scale."""
         return input @ self.proj_weight.T
 
     def forward(self, input: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:

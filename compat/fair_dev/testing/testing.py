@@ -438,7 +438,7 @@ class GPT2(nn.Module):
     def forward(
         self, x: torch.Tensor, classify: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Logits of tokens [T, B, vocabulary]; with ``classify``, logits of classes [B, classes] before them.
+        """Returns logits of tokens [T, B, vocabulary]; with ``classify``, logits of classes [B, classes] before them.
 
         Args:
             x: tokens [T, B], int64.
@@ -504,7 +504,7 @@ def _mean(rows: _Matrix) -> list[float]:
 
 
 def _adascale(iterations: list[_Matrix], gain: float) -> StateDict:
-    """One case: [iterations][2 micro-batches][2 features] and the gain after the last."""
+    """Makes one case of [iterations][2 micro-batches][2 features] and the gain after the last."""
     given = {"input": iterations[0]} if len(iterations) == 1 else {"inputs": iterations}
     grad = _mean(iterations[-1])
     return {**given, "expected_gain": gain, "expected_grad": [grad, grad], "expected_bias_grad": [1.0, 1.0]}

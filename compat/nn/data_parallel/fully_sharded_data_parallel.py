@@ -16,7 +16,6 @@ from shardkit.backends.eager import RanksInName
 from shardkit.errors import ConfigurationError, LifecycleError, without_arguments
 from shardkit.fsdp.construct import reconnect
 from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.flat_values import AlignedLayout, EachAlone
 from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Options, clean, summoned
@@ -25,6 +24,7 @@ from shardkit.fsdp.submodule_api import Answer, is_collecting
 from shardkit.fsdp.wrapper import Door
 from shardkit.fsdp.wrapper import built_together as _built_together
 from shardkit.internal.params import ProcessGroupName, get_process_group_cached
+from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.wrap.auto_wrap import auto_wrap, config_auto_wrap_policy, enable_wrap
 from shardkit.optimizers.shards import shard_behind
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -251,7 +251,7 @@ class FullyShardedDataParallel(StandIn):
 
     @process_group.setter
     def process_group(self, group: ProcessGroup) -> None:
-        """Set after unpickling, from the outermost module on; until then the group is that of all ranks.
+        """Takes a group after unpickling, from the outermost module on; until then it is that of all ranks.
 
         Raises:
             ConfigurationError: the shards are of another number of ranks, or of another rank.
@@ -332,7 +332,7 @@ class FullyShardedDataParallel(StandIn):
             raise ConfigurationError("append_shared_param takes a parameter that another FSDP module owns")
 
     def _reset_lazy_init(self) -> None:
-        """The next forward finds out anew which modules are below this one; its units keep what they have.
+        """Lets the next forward find out anew which modules are below this one; its units keep what they have.
 
         Raises:
             LifecycleError: its forward or backward is under way.
@@ -345,7 +345,7 @@ class FullyShardedDataParallel(StandIn):
     def summon_full_params(  # type: ignore[override]
         self, recurse: bool = True, volatile: bool = False
     ) -> Iterator[None]:
-        """Inside, full parameters are there under their own names; changes are kept unless ``volatile``."""
+        """Shows, inside, full parameters under their own names; changes are kept unless ``volatile``."""
         with summoned(self._state, recurse, writeback=not volatile):
             yield
 

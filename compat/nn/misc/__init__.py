@@ -24,4 +24,4 @@ def _post_state_dict_hook(module: nn.Module, state_dict: StateDict, prefix: str,
 
 
 def _pre_load_state_dict_hook(state_dict: StateDict, prefix: str, *args: object) -> None:
-    """Nothing is left to do: the wrapper has translated the keys."""
+    """Does nothing: the wrapper has translated the keys."""

@@ -82,7 +82,7 @@ def recommend_auto_balance(message: str) -> str:
 def split_module(
     module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
 ) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
-    """Partitions, moved to their devices, with the numbers of layers and the devices (superfluous ones are removed).
+    """Returns partitions on their devices, with the numbers of layers and the devices (superfluous ones are removed).
 
     Raises:
         BalanceError: (a ValueError) the numbers don't fit.
@@ -236,14 +236,14 @@ def default_stream(device: torch.device) -> AbstractStream:
 
 @contextlib.contextmanager
 def use_device(device: torch.device) -> Generator[None]:
-    """Within this block new tensors of the device's type lie on this one of them."""
+    """Makes new tensors of the device's type, within this block, lie on this one of them."""
     with contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
         yield
 
 
 @contextlib.contextmanager
 def use_stream(stream: AbstractStream | None) -> Generator[None]:
-    """Within this block work is issued on that stream (None and the host's: nothing changes)."""
+    """Issues work, within this block, on that stream (None and the host's: nothing changes)."""
     if isinstance(stream, torch.Stream):
         with torch.get_device_module(stream.device).stream(stream):
             yield
@@ -266,7 +266,7 @@ def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
-    """A tensor's memory is not given away before what that stream has been given so far is done."""
+    """Keeps a tensor's memory until what that stream has been given so far is done."""
     if is_cuda(stream):
         # A view's offset hides the storage's begin, which is what the allocator knows.
         tensor.new_empty(0).set_(tensor.untyped_storage()).record_stream(as_cuda(stream))

@@ -87,21 +87,20 @@ def recursive_wrap(
         only_wrap_children: leave ``module`` itself as it is, whatever the policy says.
 
     Returns:
-        The module or its wrapper, and the numel of all parameters that are in a wrapper now.
+        The module or its wrapper, and the numel of the counted parameters that are in a wrapper now.
 
     Raises:
         WrapError: a module is wrapped already.
     """
-    ignored, uncounted = set(ignored_modules), set(ignored_params)
-    without = {m: sum(p.numel() for p in set(m.parameters()) & uncounted) for m in module.modules()}
+    ignored = set(ignored_modules)
     policy = adapt_policy(auto_wrap_policy, module)
 
     def asked(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-        numel = unwrapped_params - without[module]
         if recurse:
-            return module not in ignored and policy.descend(module, numel, module_is_root)
+            return module not in ignored and policy.descend(module, unwrapped_params, module_is_root)
         if module_is_root and only_wrap_children:
             return False
-        return policy.arguments(module, numel, module_is_root) is not None
+        return policy.arguments(module, unwrapped_params, module_is_root) is not None
 
-    return wrap_tree(module, asked, {}, context=WrapContext(wrapper_cls, kwargs=kwargs))
+    context = WrapContext(wrapper_cls, kwargs=kwargs, uncounted=frozenset(ignored_params))
+    return wrap_tree(module, asked, {}, context=context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,11 @@ from torch import nn
 
 from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, shard_name
 from shardkit.errors import ConfigurationError
-from shardkit.fsdp.flat_values import EachAlone
-from shardkit.fsdp.registered import Registered
+from shardkit.fsdp.flat_param import Registered
 from shardkit.fsdp.state import INNER, OUTER, Options, clean
 from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
-from shardkit.layout import ShardLayout
+from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.norms import clip_params
 from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize, move_buffers
@@ -389,12 +389,12 @@ class PaddedCut(NamedTuple):
     multiple: int
     by_rows: bool
 
-    def unit_of(self, size: torch.Size) -> int:
-        return max(1, size[1:].numel()) if self.by_rows and size else self.multiple
+    def unit_of(self, size: Sequence[int]) -> int:
+        return max(1, math.prod(size[1:])) if self.by_rows and size else self.multiple
 
-    def layout(self, shapes: Sequence[torch.Size], world_size: int) -> ShardLayout:
+    def layout(self, shapes: Sequence[Sequence[int]], world_size: int) -> ShardLayout:
         """Serves as ``Options.layout``. One rank's shard is not cut; state dicts add the padding."""
-        numels = tuple(shape.numel() for shape in shapes)
+        numels = tuple(map(math.prod, shapes))
         return ShardLayout(numels, world_size, 1 if world_size == 1 else self.unit_of(shapes[0]))
 
 

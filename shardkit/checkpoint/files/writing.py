@@ -134,7 +134,7 @@ def _remove_what_was_left(folder: str, prefix: str) -> None:
 
 
 def is_alive(process: str, wrote: float | None = None) -> bool:
-    """Whether a process of this machine, by its number, runs.
+    """Says whether a process of this machine, by its number, runs.
 
     Args:
         wrote: when it has written something, in seconds since 1970. A process that began later only has its number: in

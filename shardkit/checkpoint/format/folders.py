@@ -187,7 +187,7 @@ def _is_left_over(path: str, matched: re.Match[str]) -> bool:
 
 
 def is_there(path: str) -> bool:
-    """Whether a folder that another rank has made is seen here; network file systems may take seconds to show it."""
+    """Says whether a folder that another rank has made is seen here; network file systems may take seconds."""
     end = time.monotonic() + _SHOWN
     while not os.path.isdir(path):
         if time.monotonic() > end:

@@ -127,7 +127,7 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
 
 
 def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes."""
+    """Says whether two tensors of one shape and dtype have the same bytes."""
     found = _Found()
     found.see(x, y)
     return not found.bits

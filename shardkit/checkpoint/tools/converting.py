@@ -30,7 +30,7 @@ def is_by_name(optimizer: StateDict) -> bool:
 
 
 def says_names(optimizer: StateDict) -> bool:
-    """Whether param groups tell the name of each number, as those of an optimizer of named_parameters() do."""
+    """Says whether param groups tell the name of each number, as those of an optimizer of named_parameters() do."""
     return all(len(g.get("param_names") or ()) == len(g["params"]) for g in optimizer["param_groups"])
 
 
@@ -184,7 +184,7 @@ class Conversion:
 
     @property
     def is_file(self) -> bool:
-        """Whether one file is written, no folder."""
+        """Says whether one file is written, no folder."""
         return self.to == "torch" or (self.to == "fairscale" and self.ranks is None)
 
 

@@ -116,7 +116,7 @@ def _add_tied(found: StateDict, notes: Mapping[str, object]) -> None:
 
 
 def ties_without_saying(path: str) -> bool:
-    """Whether the model of a folder ties weights by its configuration, of which files have one name alone."""
+    """Says whether the model of a folder ties weights by its configuration, of which files have one name alone."""
     try:
         with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
             return bool(json.load(file).get("tie_word_embeddings"))

@@ -320,7 +320,7 @@ def put(tree: Tree, path: Path, value: Tree) -> None:
 
 
 def holds_tensors(value: object) -> bool:
-    """Whether a container has tensors in it, at any depth."""
+    """Says whether a container has tensors in it, at any depth."""
     if isinstance(value, Mapping):
         return any(holds_tensors(v) for v in value.values())
     if isinstance(value, list | tuple):
@@ -364,7 +364,7 @@ def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = ()) ->
 
 
 def _is_state_dict(value: object) -> bool:
-    """Whether these are names and tensors, with a few other values at most (``_extra_state``)."""
+    """Says whether these are names and tensors, with a few other values at most (``_extra_state``)."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
     tensors = sum(isinstance(v, StoredTensor) for v in value.values())

@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
 
 def in_order(findings: list[Finding]) -> list[Finding]:
-    """Errors first; what several machines have is said once."""
+    """Sorts errors first; what several machines have is said once."""
     machines: dict[Finding, list[str]] = {}
     for finding in findings:
         machines.setdefault(finding._replace(where=""), []).append(finding.where)

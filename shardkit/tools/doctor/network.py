@@ -136,7 +136,7 @@ def own_address(rendezvous: str) -> str:
 
 
 def can_host(rendezvous: str) -> bool:
-    """Whether the address is this machine's and the port is free, so that it is here that others meet."""
+    """Says whether the address is this machine's and the port is free, so that it is here that others meet."""
     host, port = _parts(rendezvous)
     address = socket.gethostbyname(host)
     with socket.socket() as tried:
@@ -156,7 +156,7 @@ def can_host(rendezvous: str) -> bool:
 
 
 def _is_store(host: str, port: int) -> bool:
-    """Whether a store of torch's answers there. What is no store may leave the question without an answer for ever."""
+    """Says whether a store of torch's answers there. What is no store may never answer the question."""
     answered = threading.Event()
 
     def ask() -> None:

@@ -73,7 +73,7 @@ class Device:
                 )
 
     def computing(self, kernel: Kernel) -> float:
-        """Seconds of a kernel: it computes and moves bytes at the same time."""
+        """Returns seconds of a kernel: it computes and moves bytes at the same time."""
         if kernel.on_host:  # of optimizers, which move bytes
             return kernel.moved / (self.host_bandwidth * self.memory_share)
         flops = self.flops if kernel.itemsize <= 2 else self.flops_fp32 * 4 / kernel.itemsize
@@ -81,7 +81,7 @@ class Device:
         return max(kernel.flops / (flops * self.efficiency), moving, self.launch)
 
     def communicating(self, operation: str, nbytes: float, ranks: int) -> float:
-        """Seconds of a collective on so many bytes of all ranks together.
+        """Returns seconds of a collective on so many bytes of all ranks together.
 
         Everything passes each rank once: on its link, and where there are several hosts on the network, which the ranks
         of a host share. Of an all-to-all a rank passes on only its own part.

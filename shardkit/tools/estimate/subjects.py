@@ -284,7 +284,7 @@ def from_hugging_face(
 
 
 def _selective() -> tuple[ContextManager[None], ContextManager[None]]:
-    """Contexts that keep what takes long to compute again: attention, and every other matrix product."""
+    """Makes contexts that keep what takes long to compute again: attention, and every other matrix product."""
     products = dict.fromkeys((False, True), 0)  # so far, in forward and when computed again
 
     def keeps(

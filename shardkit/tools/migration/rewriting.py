@@ -90,7 +90,7 @@ def _bindings(tree: ast.Module) -> dict[str, set[str]]:
 
 
 def _binds_our_name(node: ast.AST) -> bool:
-    """Whether a node makes ``shardkit`` mean something else than the package."""
+    """Says whether a node makes ``shardkit`` mean something else than the package."""
     if isinstance(node, ast.Import):
         return any(alias.asname == "shardkit" for alias in node.names)
     if isinstance(node, ast.ImportFrom):

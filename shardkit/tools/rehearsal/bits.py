@@ -46,7 +46,7 @@ class BitsReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether all ranks came to their end, with the same bits."""
+        """Says whether all ranks came to their end, with the same bits."""
         return not self.partings and self._steps() > 0 and all(r.is_good for r in self.reports.values())
 
     def _steps(self) -> int:

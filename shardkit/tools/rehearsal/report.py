@@ -37,11 +37,11 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether all ranks came to their end, and none would wait for ever."""
+        """Says whether all ranks came to their end, and none would wait for ever."""
         return self.hang is None and self.failure is None
 
     def uneven_batches(self) -> list[str]:
-        """Passes over data that are longer on some ranks than on others, one sentence for each."""
+        """Lists passes over data that are longer on some ranks than on others, one sentence for each."""
         found = []
         for passes in zip(*(seen.loaders for seen in self.ranks), strict=False):
             lengths = {rank: loader.batches for rank, loader in enumerate(passes)}
@@ -61,10 +61,6 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
-
-    def text(self) -> str:
-        """Returns the report for people."""
-        return str(self)
 
     def as_data(self) -> dict[str, object]:
         """Returns numbers, lists and text, for programs."""

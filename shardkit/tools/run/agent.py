@@ -482,7 +482,7 @@ class Heart:
         return "; ".join(silent)
 
     def are_through(self) -> bool:
-        """Whether all ranks of all other machines have ended with status 0, or nothing is heard of them."""
+        """Says whether all ranks of all other machines have ended with status 0, or nothing is heard of them."""
         now = time.monotonic()
         return all(
             now - when > SILENCE or (other in self._told and self._told[other].text == LEFT)

@@ -203,7 +203,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it says no more than that another rank is gone."""
+        """Says whether it says no more than that another rank is gone."""
         text = "" if self.fault else self._error().get("text", "")
         return text.startswith(CONSEQUENCES) or bool(_OF_GLOO.search(text))
 

@@ -88,7 +88,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether shardkit is with the truth."""
+        """Says whether shardkit is with the truth."""
         return self.sides[0].agrees
 
     def __str__(self) -> str:
@@ -348,20 +348,7 @@ class _Shards:
         self.clip = self.wrapper.clip_grad_norm_
 
     def gradients(self) -> Tensors:
-        """Returns what a checkpoint of the shards would hold, were they gradients, made whole."""
-        shard, metadata = dict(self.wrapper.local_state_dict()), self.wrapper.local_metadata_dict()
-        world_size = dist.get_world_size()
-        named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in self.wrapper.named_parameters()]
-        grads = {n.replace("_fpw_module.", ""): p.grad for n, p in named}
-        for unit in metadata["param_metadata"]:
-            for name, info in unit["params"].items():
-                key = ".".join(filter(None, (unit["fsdp_path"], name)))
-                numel = -(-sum(info["numels"]) // world_size)
-                grad = grads[key]
-                shard[key] = shard[key].new_zeros(numel) if grad is None else grad.detach().cpu()
-        shards, all_metadata = zip(*_of_all((shard, metadata)), strict=True)
-        whole = type(self.wrapper).consolidate_shard_weights(list(shards), list(all_metadata))
-        return {n: _plain(whole[n]) for n in self._parameters}
+        return _seen_as_parameters(self)
 
     def values(self) -> tuple[Tensors, Tensors]:
         state = self.wrapper.state_dict()
@@ -383,23 +370,27 @@ class _FullySharded:
         self.optimizer = experiment.optimizer_over(self.wrapper.parameters())
         self.clip = sharding_of(self.wrapper).clip_grad_norm_
 
-    @torch.no_grad()
     def gradients(self) -> Tensors:
-        """Puts them in the place of the parameters for as long as it takes to see them whole."""
-        shards = list(self.wrapper.parameters())
-        values = [p.detach().clone() for p in shards]
-        for p in shards:
-            p.zero_() if p.grad is None else p.copy_(p.grad)
-        found, _ = self.values()
-        for p, value in zip(shards, values, strict=True):
-            p.copy_(value)
-        return found
+        return _seen_as_parameters(self)
 
     def values(self) -> tuple[Tensors, Tensors]:
         with sharding_of(self.wrapper).summon_full_params(writeback=False):
             parameters = {n: p.detach().clone() for n, p in self.wrapper.named_parameters()}
         buffers = {n: b.detach().clone() for n, b in self.wrapper.named_buffers()}
         return parameters, _of_rank_0(buffers)
+
+
+@torch.no_grad()
+def _seen_as_parameters(run: _Shards | _FullySharded) -> Tensors:
+    """Puts the gradients in the place of the parameters for as long as it takes to see them whole."""
+    shards = list(run.wrapper.parameters())
+    values = [p.detach().clone() for p in shards]
+    for p in shards:
+        p.zero_() if p.grad is None else p.copy_(p.grad)
+    found, _ = run.values()
+    for p, value in zip(shards, values, strict=True):
+        p.copy_(value)
+    return found
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:

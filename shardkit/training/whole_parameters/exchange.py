@@ -30,7 +30,7 @@ from torch import nn
 from ...backend import DONE, Group, Work
 from ...errors import LifecycleError
 from ...fsdp.flat_param import FlatParam
-from ...fsdp.flat_values import own_part, put_together, taken_apart
+from ...fsdp.store import own_part, put_together, taken_apart
 from ...layout import Piece
 from ...torch_seams.tensor_facts import as_plain
 from ...tracing.ranges import WholeRanges

@@ -18,8 +18,7 @@ from ...errors import ConfigurationError, LifecycleError
 from ...flattening.flat_parameter import FlatParameter
 from ...fsdp.construct import wake
 from ...fsdp.flat_param import FlatParam
-from ...fsdp.originals import managing, refuse_split
-from ...fsdp.registered import hidden, written_names
+from ...fsdp.originals import hidden, managing, refuse_split, written_names
 from ...fsdp.state import plain_name, state_of
 from ...layout import Piece
 from ...optimizers.shards import listing_of, note_stand_in, shard_behind
@@ -64,7 +63,7 @@ class Part:
 
     @property
     def may_have_gradient(self) -> bool:
-        """False if it has none on any rank; exact where :attr:`here` is a piece, else as far as it is known."""
+        """Says whether any rank has one; exact where :attr:`here` is a piece, else as far as it is known."""
         if self.flat is None:
             return self.listed.grad is not None
         return self.flat.param.grad is not None and not self.flat.unused.originals[self.number]

@@ -274,11 +274,11 @@ class WholeParameters(Optimizer):
 
     # ------------------------------------------------------------ schedule-free optimizers
     def train(self) -> None:
-        """Parameters are what the next step needs, for optimizers that have this switch (schedule-free ones)."""
+        """Makes parameters what the next step needs, for optimizers that have this switch (schedule-free ones)."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Parameters are what is evaluated and saved, for optimizers that have this switch (schedule-free ones)."""
+        """Makes parameters what is evaluated and saved, for optimizers that have this switch (schedule-free ones)."""
         self._switch("eval")
 
     @noting_errors

@@ -186,14 +186,14 @@ class StochasticGradientPush:
 
     @torch.no_grad()
     def weigh(self) -> None:
-        """Parameters as push-sum mixes them and the optimizer changes them: times their weight."""
+        """Makes parameters what push-sum mixes and the optimizer changes: times their weight."""
         if not self._regular and not self.is_weighed:
             torch._foreach_mul_(self._params, self.weight.item())
             self.is_weighed = True
 
     @torch.no_grad()
     def unbias(self) -> None:
-        """Parameters as the model uses them: divided by their weight."""
+        """Makes parameters what the model uses: divided by their weight."""
         if not self._regular and self.is_weighed:
             torch._foreach_div_(self._params, self.weight.item())
             self.is_weighed = False

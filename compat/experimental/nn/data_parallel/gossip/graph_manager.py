@@ -134,7 +134,7 @@ class GraphManager(ABC):
 
 
 def _powers(base: int, world_size: int) -> list[int]:
-    """1, base, base², ..., all less than the world."""
+    """Lists 1, base, base², ..., all less than the world."""
     powers = [1]
     while powers[-1] * base < world_size:
         powers.append(powers[-1] * base)
@@ -247,7 +247,7 @@ class UniformMixing(MixingManager):
     """The same weight for each peer and this rank."""
 
     def get_mixing_weights(self, residual_adjusted: bool = True) -> dict[str | int, torch.Tensor]:
-        """1 / (peers + 1) for all; adjusted: 1 for peers. Also that of any peer under "uniform"."""
+        """Returns 1 / (peers + 1) for all; adjusted: 1 for peers. Also that of any peer under "uniform"."""
         peers, _ = self.graph_manager.get_peers()
         own = torch.tensor([1.0 / (len(peers) + 1.0)], device=self.device)
         sent = torch.ones_like(own) if residual_adjusted else own
