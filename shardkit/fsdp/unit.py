@@ -22,6 +22,7 @@ from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
+from .custom_comms import OWN, CustomComms
 from .flat_param import FlatParam, Registered
 from .gradients import GradientPack, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
@@ -173,6 +174,7 @@ class Unit:
     """The flat parameters of one wrapped module.
 
     Attributes:
+        comms: messages that are sent otherwise.
         name: path of the wrapper in the root module.
         ranges: what it does, in traces.
         flats: flat parameters that this unit owns.
@@ -202,6 +204,8 @@ class Unit:
         task: the backward that has reached its outputs last.
         backwards: of a root's unit, how many have gone through it.
     """
+
+    comms: CustomComms = OWN
 
     def __init__(
         self,
@@ -261,6 +265,17 @@ class Unit:
         self.divisors = before, after
         self.attach()
 
+    def send_through(self, comms: CustomComms) -> None:
+        """Sends its messages so from now on; between steps."""
+        self.comms = comms
+        if self.engine is not None and comms.are_custom:
+            self.engine.needs_one_order = True
+        over = comms.gathers_over(self.flats[0].group.channel("parameters")) if self.flats else None
+        for flat in self.flats:
+            flat.gathers_over = over
+            flat.store.send_over(over)
+        self.attach()
+
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
@@ -271,7 +286,7 @@ class Unit:
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
             for flat in self.flats:
-                pack = pack_for(flat, self.replicas, self.reduce, self.divisors)
+                pack = pack_for(flat, self.replicas, self.reduce, self.divisors, self.comms)
                 self.packs.append(pack)
                 if pack.trains:
                     self.sent.append(pack)
@@ -589,7 +604,9 @@ def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]
     """Returns what reduces the gradients of these units, their kinds (one, if they can travel together), and bytes."""
     packs = [pack for unit in units for pack in unit.sent]
     stored = [pack for pack in packs if type(pack) is StoredPack]
-    alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)
+    alone = len(stored) < len(packs) or any(
+        unit.replicas is not None or unit.comms.hook is not None for unit in units
+    )
     kinds = set() if alone else {pack.joins for pack in stored}
     return stored, kinds, sum([pack.nbytes for pack in stored])
 
