@@ -202,14 +202,14 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
-        copied: version and memory of the shard that the device has a copy of, on the host.
+        copied: version, memory and some numbers of the shard that the device has a copy of, on the host.
         landing: brings gradients to a shard on the host beside what is computed, where something does.
     """
 
     keeps_shapes = True
     serves_on = False
     joins: object = None
-    copied: tuple[int, int] | None = None
+    copied: tuple[object, ...] | None = None
     landing: Landing | None = None
 
     def __init__(self, flat: FlatParam) -> None:
