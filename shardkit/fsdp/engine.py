@@ -71,7 +71,6 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -401,7 +400,7 @@ class Engine:
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
-            unit.engine, unit.enter_backward = self, partial(self.reach, unit)
+            unit.run_by(self)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         # as backward leaves them
         self._on_host = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
@@ -190,7 +191,7 @@ class Unit:
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
-        packs: reduce the gradients of each of its flat parameters.
+        packs: reduce the gradients of each of its flat parameters; made with the engine.
         sent: those of them that have something to send.
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
@@ -244,7 +245,8 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
-        self._trained: list[list[bool]] = []
+        self._trained: list[list[bool]] = []  # of each flat parameter, what is listed
+        self._trainable: list[list[bool]] = []  # and the original parameters
         self.is_reached = True
         self.goes_backward = True
         self.is_undecided = False
@@ -266,35 +268,44 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         if self._fired:
             self._hooks.remove()
-        self.packs, self.sent, self._fired, self.has_frozen = [], [], [], False
+        self._fired, self._trainable, self.has_frozen = [], [], False
         with as_tensors():
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
             for flat in self.flats:
-                pack = pack_for(flat, self.replicas, self.reduce, self.divisors)
-                self.packs.append(pack)
-                if pack.trains:
-                    self.sent.append(pack)
-                flat.trains, flat.reduce = pack.trains, self.reduce
-                self.has_frozen = self.has_frozen or not all(pack.trainable)
-                for number in compress(range(len(pack.trainable)), pack.trainable):
+                flat.group.channel(
+                    "gradients"
+                )  # all ranks connect it here, whichever root each of them calls first
+                trainable = list(map(_requires_grad, flat.originals))
+                self._trainable.append(trainable)
+                flat.trains, flat.reduce = True in trainable, self.reduce
+                self.has_frozen = self.has_frozen or False in trainable
+                for number in compress(range(len(trainable)), trainable):
                     after = self._after(len(self._fired), flat, number)
                     self._hooks.attach(flat.originals[number].param, None, after)
                     self._fired.append(False)
         self.waiting = len(self._fired)
+        if self.engine is not None:
+            self.run_by(self.engine)
+
+    def run_by(self, engine: Engine) -> None:
+        """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
+        self.engine, self.enter_backward = engine, partial(engine.reach, self)
+        self.packs = [pack_for(flat, self.replicas, self.reduce, self.divisors) for flat in self.flats]
+        self.sent = [pack for pack in self.packs if pack.trains]
 
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
-        for flat, pack, trained in zip(self.flats, self.packs, self._trained, strict=True):
+        for flat, before, trained in zip(self.flats, self._trainable, self._trained, strict=True):
             now = list(map(_requires_grad, flat.listings))
             if now != trained:
-                for listing, listed, before in zip(flat.listings, now, trained, strict=True):
-                    for original in listing.originals if listed != before else ():
+                for listing, listed, was in zip(flat.listings, now, trained, strict=True):
+                    for original in listing.originals if listed != was else ():
                         original.param.requires_grad_(listed)
             with as_tensors():
                 trainable = list(map(_requires_grad, flat.originals))
-            if trainable != pack.trainable:
+            if trainable != before:
                 changed = True
                 for name, original, trains in zip(flat.names, flat.originals, trainable, strict=True):
                     if trains:
