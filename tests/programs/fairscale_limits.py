@@ -221,6 +221,12 @@ FULLY_SHARDED: dict[str, Callable[[Program, Units, int], bool]] = {
         w == 1 and any(x.dim() == 0 for params in u.flat(False) for x in params.values())
     ),
     "a step after the full optimizer state was asked for": _steps_after_gathering,
+    # the whole state has one count for all parameters; Adagrad, which starts with a state, alone has other ones
+    "full optimizer state of frozen units": lambda p, u, w: (
+        _gathers(p)
+        and p.optimizer.name == "adagrad"
+        and any(not x.requires_grad for params in u.params.values() for x in params.values())
+    ),
     "local states into units below a fresh root": lambda p, u, w: (
         len(u.params) > 1
         and (w > 1 or any(o.move_params_to_cpu or o.cpu_offload for _, o in p.units()))

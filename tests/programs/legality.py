@@ -82,8 +82,11 @@ class Ledger:
 def meaningful(program: Program) -> bool:
     """Whether one process defines the outcome of every step."""
     kinds = program.model.kinds
-    if any(_repeats_reentrant(node) for node in program.model.nodes):
+    if any(_repeats_reentrant(node) or _cuts_reentrant(node) for node in program.model.nodes):
         return False
+    sums = any(isinstance(s, Train) and s.mode == "sum" for s in program.steps)
+    if program.sharded is None and sums and "cut" in kinds and program.routing != "same":
+        return False  # one backward of two forwards has no plan, through which ranks that leave early could go on
     if program.model.head_frozen and "cut" in kinds:
         return False  # a backward of nothing
     if program.optimizer.name == "adafactor" and "empty" in kinds:
@@ -112,6 +115,12 @@ def _repeats_reentrant(node: Node, twice: bool = False) -> bool:
     if twice and node.kind in REENTRANT and (not node.children or any(outside(c) for c in node.children)):
         return True
     return any(_repeats_reentrant(c, twice or node.kind == "twice") for c in node.children)
+
+
+def _cuts_reentrant(node: Node, within: bool = False) -> bool:
+    """Whether all that a re-entrant checkpoint returns may be cut off: its backward is an error of torch's."""
+    within = within or node.kind in REENTRANT
+    return (within and node.kind == "cut") or any(_cuts_reentrant(c, within) for c in node.children)
 
 
 def uneven(program: Program) -> bool:

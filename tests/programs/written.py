@@ -63,6 +63,7 @@ PROGRAMS = {
     "other branches on each rank": _program(
         *ITERATION * 4, layer="branch", routing="by_rank"
     ),
+    "another branch in each step": _program(*ITERATION * 3, layer="branch"),
     "a layer that is never used": _program(*ITERATION * 2, layer="unused"),
     "tied": _program(*ITERATION * 2, layer="tied"),
     "an optimizer that needs whole parameters": _program(*ITERATION * 2, optimizer="adafactor"),
