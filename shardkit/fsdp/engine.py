@@ -93,11 +93,12 @@ from ..torch_seams.hooks import (
     surrounding_checkpoint,
     tensors_in,
 )
-from .activations import Activations
+from ..wrapping.saved_on_host import Activations
 from .flat_param import FlatParam
+from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident

@@ -47,7 +47,7 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
-from .activations import Activations, SavedInCall
+from ..wrapping.saved_on_host import Activations, SavedInCall
 from .construct import announce, name_flats, wake
 from .engine import (
     NO_THREAD,

@@ -291,12 +291,21 @@ def state_of(module: nn.Module) -> ShardingState | None:
     return state if state is not None and state.door is module else None
 
 
-def named_units(module: nn.Module) -> Iterator[tuple[str, ShardingState]]:
-    """Yields the units at and below a module with the paths of their doors, the outermost first."""
-    for path, m in module.named_modules():
-        state = state_of(m)
-        if state is not None:
-            yield path, state
+def named_units(module: nn.Module) -> list[tuple[str, ShardingState]]:
+    """Lists the units at and below a module with the paths of their doors, the outermost first."""
+    found: list[tuple[str, ShardingState]] = []
+    seen, waiting = set[nn.Module](), [("", module)]
+    while waiting:
+        path, m = waiting.pop()
+        if m in seen:
+            continue
+        seen.add(m)
+        if id(m) in _states and (state := state_of(m)) is not None:
+            found.append((path, state))
+        for name, child in reversed(m._modules.items()):
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))
+    return found
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
@@ -337,20 +346,7 @@ def modules_outside_units(
 
 def units_in(module: nn.Module, own: ShardingState | None = None) -> list[ShardingState]:
     """Lists the units of a module, and of what is inside of it, the outermost first; without its ``own``."""
-    found: list[ShardingState] = []
-    seen, waiting = set[nn.Module](), [module]
-    while waiting:
-        m = waiting.pop()
-        if m in seen:
-            continue
-        seen.add(m)
-        below = state_of(m) if id(m) in _states else None
-        if below is not None and below is not own:
-            found.append(below)
-        for child in reversed(m._modules.values()):
-            if child is not None:
-                waiting.append(child)
-    return found
+    return [state for _, state in named_units(module) if state is not own]
 
 
 @contextlib.contextmanager
