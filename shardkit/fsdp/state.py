@@ -81,19 +81,17 @@ class Options:
 
     group: ProcessGroup = None
     replicas: ProcessGroup = None
-    precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
-    reshard: ReshardPolicy = field(default_factory=ReshardPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    reduce: ReducePolicy = field(default_factory=ReducePolicy)
+    precision: PrecisionPolicy = PrecisionPolicy()
+    reshard: ReshardPolicy = ReshardPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+    reduce: ReducePolicy = ReducePolicy()
     flatten: bool = True
     sync_module_states: bool = True
     device: torch.device | None = None
     backend: str | Backend | None = None
     dtensors: bool = False
     mesh: DeviceMesh | None = None
-    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
-        default_factory=lambda: AlignedLayout(None)
-    )
+    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = AlignedLayout(None)
     placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
