@@ -39,7 +39,7 @@ from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
 
-_grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
+_grad_of = attrgetter("param.grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
@@ -129,8 +129,7 @@ class GradientPack(ABC):
         self.in_flight: Reduction | None = None
         self.replicas: Group | CompressedAllReduce | None = None
         self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
-        with as_tensors():
-            self.trainable = list(map(_requires_grad, self._originals))
+        self.trainable = [trains for f in flats for trains in f.trainable]
         self.trains = True in self.trainable
         self._split: list[tuple[int, SplitParameter]] = []
         for k, m in enumerate(self._originals):

@@ -104,8 +104,7 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
-        self._trained: list[list[bool]] = []  # of each flat parameter, what is listed
-        self._trainable: list[list[bool]] = []  # and the original parameters
+        self._trained: list[list[bool]] = []
         self.is_reached = True
         self.goes_backward = True
         self.is_undecided = False
@@ -127,7 +126,7 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         if self._fired:
             self._hooks.remove()
-        self._fired, self._trainable, self.has_frozen = [], [], False
+        self._fired, self.has_frozen = [], False
         with as_tensors():
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
@@ -135,8 +134,7 @@ class Unit:
                 flat.group.channel(
                     "gradients"
                 )  # all ranks connect it here, whichever root each of them calls first
-                trainable = list(map(_requires_grad, flat.originals))
-                self._trainable.append(trainable)
+                flat.trainable = trainable = list(map(_requires_grad, flat.originals))
                 flat.trains, flat.reduce = True in trainable, self.reduce
                 self.has_frozen = self.has_frozen or False in trainable
                 for number in compress(range(len(trainable)), trainable):
@@ -156,15 +154,15 @@ class Unit:
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
-        for flat, before, trained in zip(self.flats, self._trainable, self._trained, strict=True):
+        for flat, trained in zip(self.flats, self._trained, strict=True):
             now = list(map(_requires_grad, flat.listings))
             if now != trained:
-                for listing, listed, was in zip(flat.listings, now, trained, strict=True):
-                    for original in listing.originals if listed != was else ():
+                for listing, listed, before in zip(flat.listings, now, trained, strict=True):
+                    for original in listing.originals if listed != before else ():
                         original.param.requires_grad_(listed)
             with as_tensors():
                 trainable = list(map(_requires_grad, flat.originals))
-            if trainable != before:
+            if trainable != flat.trainable:
                 changed = True
                 for name, original, trains in zip(flat.names, flat.originals, trainable, strict=True):
                     if trains:
