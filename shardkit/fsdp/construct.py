@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, cast
 
@@ -50,11 +49,13 @@ from .flat_param import FlatParam
 from .masters import Mirrored, notice_scaling
 from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
+    ORDER,
     OriginalParameter,
     Place,
     SplitParameter,
     are_copied,
     copy_when_summoned,
+    hidden,
     hide,
     known_originals,
     managing,
@@ -64,7 +65,7 @@ from .originals import (
     take_out,
 )
 from .packed import PackedWeight, is_packable
-from .state import Options, ShardingState, forget_state, modules_outside_units, owners_of, units_in
+from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import Unit
@@ -118,8 +119,7 @@ def shard(states: Sequence[ShardingState]) -> None:
 
 
 def _shard(units: Sequence[Found], claimed: set[int]) -> None:
-    if are_registered(claimed):
-        _refuse_shards(units)
+    _refuse_shards(units, are_registered(claimed))
     agree(units)
     _check(units)
     watch_steps()
@@ -506,14 +506,21 @@ def _check_names(found: Found) -> None:
             )
 
 
-def _refuse_shards(units: Sequence[Found]) -> None:
-    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
-    for original in chain.from_iterable(found.originals for found in units):
-        if listing_of(original.param) is not None:
-            raise ConfigurationError(
-                f"{original.name!r} is a shard already: its module lies in a unit, and outside of that unit too. Make "
-                "that module a unit of its own before the units that contain it"
-            )
+def _refuse_shards(units: Sequence[Found], may_list: bool) -> None:
+    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves.
+
+    Args:
+        may_list: whether some of their parameters may be shards.
+    """
+    modules = [found for unit in units for found in unit.modules if ORDER in found[1].__dict__]
+    names = [dotted(path, name) for path, m in modules for name, _ in hidden(m)]
+    if may_list:
+        names += [o.name for unit in units for o in unit.originals if listing_of(o.param) is not None]
+    if names:
+        raise ConfigurationError(
+            f"{names[0]!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that "
+            "module a unit of its own before the units that contain it"
+        )
 
 
 def _refuse_writers(units: Sequence[Found]) -> None:

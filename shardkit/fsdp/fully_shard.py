@@ -96,8 +96,9 @@ def fully_shard(
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
     words, given = in_torchs_words(torchs_words), [module] if isinstance(module, nn.Module) else [*module]
-    if len(set(given)) < len(given):
-        raise ConfigurationError("fully_shard() got a module twice: list each once")
+    if not given or len(set(given)) < len(given):
+        found = "a module twice" if given else "an empty list of modules"
+        raise ConfigurationError(f"fully_shard() got {found}: list modules, each once")
     units = list(map(units_in, given))
     if dtensors is None:
         ours = precision, reshard, offload, reduce, align, group, replicas, device, backend

@@ -247,7 +247,8 @@ class GradientPack(ABC):
         flat, _, start, _ = part
         landing = flat.store.landing
         if landing is not None and result.device.type == self._device.type:
-            landing.start(result[start : start + flat.layout.shard_numel], had, had_all)
+            size = flat.layout.shard_numel
+            landing.start(result if result.numel() == size else result[start : start + size], had, had_all)
         else:
             self._give(part, had, result, had_all)
 

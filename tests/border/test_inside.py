@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, PrecisionPolicy
+from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
 from tests.beside import reread, steps_beside
 from tests.border.strategies import GLOO, loss_of, make_model, wrapped
@@ -130,6 +131,14 @@ def test_a_method_that_raises(rank: int) -> None:
     train(model, truth, rank, 2, lambda m, x: m.encode(x))
     assert gap(model, truth) <= 1e-6
     assert model.generate.__name__ == "generate"
+    twin = fully_shard(plain())
+    hook = twin.register_forward_pre_hook(lambda *_: 1 // 0, prepend=True)  # before the unit's own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError):
+            twin(inputs(rank))
+    hook.remove()
+    torch.testing.assert_close(twin(inputs(rank)), plain()(inputs(rank)), rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ asked themselves

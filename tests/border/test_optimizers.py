@@ -261,6 +261,13 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
         fully_shard(inside, dtensors=dtensors)
         with pytest.raises(ConfigurationError, match=r"'0\.weight' is a shard already"):
             fully_shard(nn.Sequential(shared, inside), dtensors=dtensors)
+        with pytest.raises(ConfigurationError, match="an empty list"):
+            fully_shard([], dtensors=dtensors)
+    for flatten in (True, False):
+        shared = nn.Linear(3, 3)
+        inside = FSDP(nn.Sequential(nn.Tanh(), shared), flatten=flatten)
+        with pytest.raises(ConfigurationError, match=r"'0\.weight' is a shard already"):
+            FSDP(nn.Sequential(shared, inside), flatten=flatten)
 
 
 # ------------------------------------------------------------------ groups

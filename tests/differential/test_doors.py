@@ -190,7 +190,9 @@ class Course:
             sides = [[], params]
         groups = [{"params": ps, "weight_decay": d} for ps, d in zip(sides, (0.0, 0.3), strict=True) if ps]
         kind: Any = torch.optim.SGD if "momentum" in self.loop.traits else torch.optim.AdamW
-        options = {"lr": 0.02, **({"momentum": 0.9} if "momentum" in self.loop.traits else {"eps": 1e-3})}
+        # sums over thousands of rows: with more the weights grow without an end, and with them what rounding does
+        lr = 1e-4 if {"large", "momentum"} <= set(self.loop.traits) else 0.02
+        options = {"lr": lr, **({"momentum": 0.9} if "momentum" in self.loop.traits else {"eps": 1e-3})}
         return oss(groups, kind, **options) if oss else kind(groups, **options)  # type: ignore[no-any-return]
 
     def values(self, models: Any) -> dict[str, torch.Tensor]:

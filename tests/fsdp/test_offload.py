@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,12 @@ def test_every_change_of_the_shards_is_computed_with(door: str, tmp_path: Path) 
     rank_pool(2, "gloo").run(_changed, 2, door, str(tmp_path))
 
 
-def _scaled(rank: int, policy: OffloadPolicy | None) -> Numbers:
-    model = sharded("fsdp", offload=policy, precision=PrecisionPolicy(compute=torch.bfloat16))
+def _scaled(rank: int, policy: OffloadPolicy | None, reduce: ReducePolicy | None) -> Numbers:
+    model = sharded("fsdp", offload=policy, precision=PrecisionPolicy(compute=torch.bfloat16), reduce=reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = ShardedGradScaler(init_scale=1024.0, growth_interval=2)
     for step in range(5):
-        with model.no_sync():  # type: ignore[operator]
+        with model.no_sync() if reduce is None else nullcontext():  # type: ignore[operator]
             scaler.scale(loss_of(model, rank, 20 + step)).backward()
         loss = loss_of(model, rank, step) * (float("inf") if (step, rank) == (2, 1) else 1.0)
         scaler.scale(loss).backward()
@@ -226,7 +227,8 @@ def _scaled(rank: int, policy: OffloadPolicy | None) -> Numbers:
 
 def test_scaled_accumulated_and_clipped() -> None:
     pool = rank_pool(2, "gloo")
-    equal(pool.run(_scaled, MASTERS), pool.run(_scaled, None))
+    for reduce in (None, ReducePolicy(order="fixed", microbatches=4)):  # with small units' joined messages
+        equal(pool.run(_scaled, MASTERS, reduce), pool.run(_scaled, None, reduce))
 
 
 # ------------------------------------------------------------ what is refused

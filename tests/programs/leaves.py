@@ -113,7 +113,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+        # without bias_kv the bias of keys has no gradient but rounding, which RMSprop makes steps of
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True, add_bias_kv=True)
 
     def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
         tokens = torch.stack([x, x.roll(1, 1), x.roll(2, 1)], 1)
