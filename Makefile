@@ -7,7 +7,8 @@
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make plain   some tests of every part where nothing but torch is installed, as far as Python can tell: no numpy
 #   make check   ruff, mypy, import-linter; prints how large the house is, beside the goals
-#   make fuzz     damages and forges 10,000 files; draws new programs for MINUTES=10, keeps what fails as tests
+#   make fuzz     damages and forges 10,000 files; trains all families to the same bits on 1 to 8 ranks; draws new programs
+#                 for MINUTES=10, keeps what fails as tests
 #   make faults   puts some 220 faults into a copy of the source, one after the other: tests have to notice each
 #   make streams  contract, wrappers, optimizers and drawn programs on ranks with a simulated device that has streams
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
@@ -155,6 +156,7 @@ format: $(CORE)/.ready
 MINUTES ?= 10
 fuzz: $(CORE)/.ready
 	@$(CORE)/bin/python -m tests.file_mutations --count 10000
+	@$(CORE)/bin/python -m tests.reduction.test_fixed_order
 	@$(CORE)/bin/python -m tests.differential.fuzz --minutes $(MINUTES)
 
 ONLY ?=

@@ -96,13 +96,16 @@ class ReducePolicy:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Says which dtypes an FSDP unit works in; the shards keep that of the parameters.
+    """Says which dtypes an FSDP unit works in; the shards keep that of the parameters, but for ``masters``.
 
     Attributes:
         compute: dtype of gathered parameters, of gradients, and of floating-point inputs; None keeps the
             parameters' own and leaves inputs alone.
         buffers: dtype of floating-point buffers; None leaves them alone.
         inputs: dtype to which floating-point inputs are cast; None: ``compute``.
+        masters: shards of parameters of 16 bits are fp32, which optimizers, clipping and state dicts see; computed is
+            in the parameters' own dtype, or in ``compute``. What is frozen when it is sharded keeps its dtype, also
+            where it is unfrozen later. With :class:`~shardkit.OSS` the optimizer has to keep masters itself.
         compression: parameters are gathered as blocks, for forward (in evaluation too) and backward; all ranks compute
             with the same values. Shards, ``summon_full_params`` and state dicts stay exact. With a post-forward mesh
             (``ReshardPolicy(after_forward=n)``) the gathering for backward, within the mesh, is of forward's values
@@ -113,6 +116,7 @@ class PrecisionPolicy:
     buffers: torch.dtype | None = None
     inputs: torch.dtype | None = None
     compression: Compression | None = None
+    masters: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute", "buffers", "inputs"):

@@ -609,8 +609,9 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
         _cut_extended(found, originals, device, found.cut_over)
         return layout, no_values(layout.shard_numel, originals[0].param)
     values = list(map(_values_of, originals))
+    dtype = torch.float32 if _has_masters(options, originals[0]) else values[0].dtype
     if True in map(_is_meta, values):
-        return layout, torch.empty(layout.shard_numel, dtype=values[0].dtype, device="meta")
+        return layout, torch.empty(layout.shard_numel, dtype=dtype, device="meta")
     shard = put_together(values, layout).to(device)
     if group.world_size > 1:
         if options.sync_module_states:
@@ -618,12 +619,20 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
         shard = own_shard(shard, layout, group).clone()
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
+    shard = shard.to(dtype)
     offload = options.offload
     if not (offload.parameters or offload.masters):
         return layout, shard
     if options.device is None:
         found.state.options = replace(options, device=device)  # it computes where it is now
     return layout, group.backend.pin(shard) if offload.parameters else shard.cpu()
+
+
+def _has_masters(options: Options, original: OriginalParameter) -> bool:
+    param = original.param
+    return (
+        options.precision.masters and param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def _cut_extended(
@@ -673,6 +682,7 @@ def _listed(
             hide(place, original.param)
             register(place, shard)
     options = state.options
+    computed = originals[0].param.dtype if _has_masters(options, originals[0]) else None
     return FlatParam(
         originals,
         shard,
@@ -680,7 +690,7 @@ def _listed(
         found.cut_over,
         layout,
         state.group,
-        options.precision.compute,
+        options.precision.compute or computed,
         options.device,
         state.post_forward_mesh,
         options.precision.compression,

@@ -122,6 +122,9 @@ class _Looked:
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
         """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
         unused, pieces = flat.unused.originals, flat.layout.pieces()
+        if flat.reduce.order is not None:
+            # an error, so of what is known: of others' parts this rank doesn't hear who has gradients
+            pieces = [p for p in pieces if p.rank == flat.group.rank]
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)

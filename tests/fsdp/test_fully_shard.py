@@ -189,6 +189,33 @@ def test_mixed_precision_and_moving(rank: int, world_size: int) -> None:
     torch.testing.assert_close(double(batch(0, 0)), truth(batch(0, 0)))
 
 
+def _trained_narrow(
+    model: nn.Module, rank: int, door: Callable[..., Any], **precision: Any
+) -> dict[str, torch.Tensor]:
+    model.blocks[1].requires_grad_(False)
+    model = door(model, precision=PrecisionPolicy(**precision))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(3):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters() if p.requires_grad)
+    return copy.deepcopy(whole(model.state_dict()))
+
+
+@on_ranks(*WORLDS)
+def test_a_model_of_16_bits_has_masters(rank: int, world_size: int) -> None:
+    """As one of fp32 that is computed in 16 bits, to the bit; what is frozen keeps its dtype."""
+    doors = [shard, FSDP] + [partial(shard, dtensors=True)] * (world_size == 2)
+    for door in doors:
+        narrow = _trained_narrow(Model().bfloat16(), rank, door, masters=True)
+        wide = _trained_narrow(Model().bfloat16().float(), rank, door, compute=torch.bfloat16)
+        for name, value in narrow.items():
+            is_frozen = name.startswith("blocks.1") and value.is_floating_point()
+            assert value.dtype == (torch.bfloat16 if is_frozen else wide[name].dtype)
+            assert torch.equal(value.to(wide[name].dtype), wide[name])
+
+
 @on_ranks(*WORLDS)
 def test_freezing_by_name(rank: int, world_size: int) -> None:
     plain, model = Model(), shard(Model())
