@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_395,  # the files right there
     "shardkit/checkpoint": 6_775,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 10_785,
+    "shardkit/fsdp": 10_635,
     "shardkit/integrations": 525,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,
@@ -29,7 +29,7 @@ PARTS = {
     "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_635,
     "shardkit/training": 4_870,
-    "shardkit/wrapping": 830,
+    "shardkit/wrapping": 1_035,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
