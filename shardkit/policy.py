@@ -184,7 +184,8 @@ class OffloadPolicy:
             the parameters stay on another device.
         masters: the shards, as with ``parameters``, while the device has a copy of them in the dtype that is computed
             in. It is renewed once a step, and gradients come to the host, beside what is computed. A change that goes
-            by ``.data`` of a shard, around its version, is noticed in the step of an optimizer alone.
+            by ``.data`` of a shard, around its version, is noticed in a sample of 256 of its numbers (of averages that
+            are swapped in), and in the step of an optimizer.
         states: the optimizer's, which are where the shards are; True and False as for ``gradients``.
         activations: what autograd saves inside of a unit, from the end of its forward to its backward; not of the last
             unit, nor of the root around its units. Activation checkpointing keeps its own.

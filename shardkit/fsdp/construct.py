@@ -44,6 +44,7 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.strided_views import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
+from .custom_comms import OWN
 from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
 from .masters import Mirrored, notice_scaling
@@ -802,7 +803,7 @@ def _wake(state: ShardingState) -> None:
     name_flats({state: ""})
     _run(state, [m for s in state.mates or [state] for _, m in s.own_modules()], borrowed)
     state.unit.divisors = divisors
-    state.unit.attach()
+    state.unit.send_through(state.__dict__.pop("comms", OWN))
 
 
 def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
@@ -964,8 +965,9 @@ def check_pickled(state: ShardingState) -> None:
     """Raises for what a file can't hold: LifecycleError when summoned, ConfigurationError for groups of ranks."""
     if state.summoned is not None:
         raise copy_when_summoned(state.group.rank)
-    if state.replicas is not None:
+    if state.replicas is not None or state.unit.comms.are_custom:
         raise ConfigurationError(
-            "an FSDP module with replicas can't be pickled: groups of ranks can't, and without them gradients "
-            "would not be averaged. Save state_dict(), or use copy.deepcopy(), which keeps the groups"
+            "an FSDP module with replicas, or with messages of its own (set_custom_all_gather, set_all_reduce_hook), "
+            "can't be pickled: groups of ranks can't, and without them gradients would not be averaged. Save "
+            "state_dict(), or use copy.deepcopy(), which keeps the groups"
         )

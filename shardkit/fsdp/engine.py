@@ -350,6 +350,7 @@ class Engine:
         activations: of the forward that runs, those that go to the host.
         all_have_order: a training forward has shown all ranks in which order units are called.
         is_alone: everything stays gathered, and no forward or backward meets other ranks.
+        needs_one_order: so do gathers and reductions of all units, with each other.
     """
 
     all_have_order = is_alone = False
@@ -394,7 +395,9 @@ class Engine:
         self._creates_graph = False
         self._held: list[FlatParam] = []  # gathered for the graphs of gradients
         self._flats = [*dict.fromkeys(flat for unit in self.units for flat in unit.needs)]
-        self._needs_one_order = any(f.group.backend.one_order for u in self.units for f in u.flats)
+        self.needs_one_order = any(
+            u.comms.are_custom or f.group.backend.one_order for u in self.units for f in u.flats
+        )
         shared = [f for u in self.units for f in u.flats if f.group.world_size > 1]
         self._first_of_group = list({f.group: f for f in reversed(shared)}.values())
         self.is_lazy = any(not f.group.backend.has_storage for u in self.units for f in u.flats)
@@ -634,7 +637,7 @@ class Engine:
             if flat.store.state is LOCKED:
                 flat.store.unlock()
         self._is_planned = len(self.pending) <= 1 and not self._held
-        self._at_end = not sends_last or (not self._is_planned and self._needs_one_order)
+        self._at_end = not sends_last or (not self._is_planned and self.needs_one_order)
         self._passed = -1
         self._next_gather = self._next_reduction = 0
         self._deferred = []
@@ -779,7 +782,7 @@ class Engine:
                 self._send(unit)
             return
         while self._in_flight:  # one at a time; see [Note: several forwards] for more than one
-            may_wait = self._is_planned or self._needs_one_order or unit in self._in_flight
+            may_wait = self._is_planned or self.needs_one_order or unit in self._in_flight
             if not may_wait and not all(pack.is_done() for pack in self._in_flight[0].sent):
                 break
             self._receive()

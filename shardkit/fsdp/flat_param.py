@@ -678,12 +678,14 @@ class FlatParam:
         kept_at: the same, and its memory, for frozen values that stay from step to step, see :meth:`keep`.
         keeps_on_host: they stay there, and not on the device.
         host: what has been gathered, there.
+        gathers_over: what gathers values that are computed with, in place of the group's channel for parameters.
     """
 
     store: Store
     layout: ShardLayout
     group: Group
     post_forward_mesh: Group | None
+    gathers_over: Group | None = None
 
     def __init__(
         self,
@@ -924,7 +926,7 @@ class FlatParam:
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:
         state = self.__dict__.copy()
-        for name in ("group", "store", "post_forward_mesh", "ranges", "versioned", "host"):
+        for name in ("group", "store", "post_forward_mesh", "ranges", "versioned", "host", "gathers_over"):
             state.pop(name, None)
         if self.shards is not None:
             del state["param"]  # made anew of registered parameters, which are copied one by one

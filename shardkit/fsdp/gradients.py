@@ -35,6 +35,7 @@ from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
 from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
+from .custom_comms import OWN, CustomComms, Hook
 from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
@@ -47,8 +48,8 @@ _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 # trainable ones; this rank's part, [S], [S + F], or [S + flags of this rank]; and what to wait for, if anything.
 Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 # Ranks that share flat parameters (their channel for gradients); how gradients travel; the sum over ranks is divided by
-# the first before and by the second after it is formed.
-Terms = tuple[Group, ReducePolicy, tuple[float, float]]
+# the first before and by the second after it is formed; who sends them.
+Terms = tuple[Group, ReducePolicy, tuple[float, float], CustomComms]
 # A flat parameter in a pack: the number of its first original parameter there, where its shard begins in a rank's part,
 # and which of its original parameters, by number in it, have something on this rank.
 _Part = tuple[FlatParam, int, int, Sequence[int]]
@@ -105,14 +106,16 @@ class GradientPack(ABC):
         trains: any is.
         part_numel: numel of this rank's part of what is reduced.
         replicas: average the results; None where this rank alone holds the shard.
+        hook: gets the results, with flags behind them, and changes them in place.
         in_flight: what was sent and not received.
     """
 
     def __init__(self, flats: Sequence[FlatParam], terms: Terms, blocks: BlockFormat | None = None) -> None:
         flat = self._flat = flats[0]
         self._flats, self._terms = flats, terms
-        group, reduce, divisors = terms
-        self._group = group
+        group, reduce, divisors, comms = terms
+        self._group = group if comms.scatter is None else comms.reduces_over(group)
+        self.hook: Hook | None = comms.hook
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device
         # K of [Note: fixed order], 0 without one
@@ -120,7 +123,10 @@ class GradientPack(ABC):
         if self._microbatches:
             divisors = 1.0, 1.0
         before, after = divisors if group.world_size > 1 else (1.0, divisors[0] * divisors[1])
-        is_mean = not self._microbatches and before * after == group.world_size and has_mean(self._dtype)
+        if comms.scatter is not None and comms.sums:
+            before, after = 1.0, before * after
+        forms_means = has_mean if comms.scatter is None else comms.forms_means
+        is_mean = not self._microbatches and before * after == group.world_size and forms_means(self._dtype)
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
         self._gradient_class = gradient_class(
@@ -228,6 +234,8 @@ class GradientPack(ABC):
             result = self._average(result, replicas)
         if self._after != 1.0:
             result.mul_(1.0 / self._after)
+        if self.hook is not None:
+            self.hook(result)
         if not had_all:
             had = self._anywhere(had, result)
         ranks = self._group.world_size * (1 if replicas is None else replicas.world_size)
@@ -396,7 +404,7 @@ class CompressedPack(StoredPack):
 
     def __init__(self, flats: Sequence[FlatParam], terms: Terms, blocks: BlockFormat) -> None:
         super().__init__(flats, terms, blocks)
-        group, reduce, divisors = terms
+        group, reduce, divisors, _ = terms
         self._after = divisors[0] * divisors[1]  # sums are of fp32
         self._exchange = CompressedReduceScatter(group, blocks, self._form.sizes, reduce.error_feedback)
 
@@ -471,7 +479,11 @@ class WholePack(GradientPack):
 
 
 def pack_for(
-    flat: FlatParam, replicas: Group | None, reduce: ReducePolicy, divisors: tuple[float, float]
+    flat: FlatParam,
+    replicas: Group | None,
+    reduce: ReducePolicy,
+    divisors: tuple[float, float],
+    comms: CustomComms = OWN,
 ) -> GradientPack:
     """Returns what reduces gradients to where the shard is now; see :class:`GradientPack`.
 
@@ -484,12 +496,12 @@ def pack_for(
         reduce = replace(reduce, microbatches=microbatches(reduce, group.world_size * replicas.world_size))
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
-    terms = group, reduce, divisors
+    terms = group, reduce, divisors, comms
     if group.world_size > 1 and not has_replicas and blocks is not None:
         pack: GradientPack = CompressedPack([flat], terms, blocks)
-    elif group.world_size == 1 and not has_replicas:
+    elif group.world_size == 1 and not has_replicas and comms.hook is None:
         pack = WholePack([flat], terms, blocks)
-    else:  # also of one rank: replicas tell each other by flags who had which gradient
+    else:  # also of one rank: replicas, also those of a hook, tell each other by flags who had which gradient
         pack = (StoredPack if group.backend.has_storage else LazyPack)([flat], terms, blocks)
     pack.replicas = replicas
     if has_replicas and blocks is not None and replicas is not None:

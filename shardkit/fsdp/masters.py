@@ -6,9 +6,10 @@ So the optimizer runs on the host, where its state is too, and nothing that is r
 without a copy: gradients, clipping, state dicts. What differs is what crosses the bus, and when.
 
 - *Up.* Gathers read the copy. It is renewed after each step of an optimizer, P bytes, unit by unit in the order of
-  forward; a unit's gather waits for its own part. Any other change of a shard is noticed by its version, in front of
-  the next gather. Values are cast on the host, into pinned memory that nobody else writes to: what is on its way stays
-  what it was, whatever the program does to the shards meanwhile.
+  forward; a unit's gather waits for its own part. Any other change of a shard is noticed in front of the next gather:
+  by its version, or by a sample of its numbers where a program writes by ``.data`` (an EMA that is swapped in). Values
+  are cast on the host, into pinned memory that nobody else writes to: what is on its way stays what it was, whatever
+  the program does to the shards meanwhile.
 - *Down.* A reduced gradient is copied as it has travelled between ranks, P bytes a backward, while backward goes on.
   The host waits for it at the end of backward, and casts it there.
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .flat_param import FlatParam
 
 _holders_of = torch._C._storage_Use_Count  # how many tensors look at a storage
+_SAMPLE = 256  # numbers of a shard
 _one = torch.empty(1)
 _ALONE = _holders_of(_one.untyped_storage()._cdata)
 
@@ -111,8 +113,10 @@ class Mirrored(Stored):
         self._staged = self._backend.pinned(size, self._dtype)
         self._work: Copy = DONE
 
-    def _now(self) -> tuple[int, int]:
-        return self._flat.version, self._flat.param.data_ptr()
+    def _now(self) -> tuple[object, ...]:
+        """Tells changes of the shard: by its version, and those around it by some of its numbers."""
+        shard = self._flat.param.data.view(-1)
+        return self._flat.version, shard.data_ptr(), shard[:: max(1, len(shard) // _SAMPLE)].tolist()
 
     @torch.no_grad()
     def renew(self, always: bool = True) -> None:

@@ -203,7 +203,9 @@ class ShardingState:
         backwards = (self.unit if self.engine is None else self.engine.units[0]).backwards
         self.copies = *(n for n in self.copies if n == backwards), backwards
         run_id = f"{self.run_id}-copy{backwards}.{len(self.copies)}"
-        made.__setstate__({**copied, "options": self.options, "run_id": run_id, "copies": ()})
+        made.__setstate__(
+            {**copied, "options": self.options, "run_id": run_id, "copies": (), "comms": self.unit.comms}
+        )
         return made
 
     @property

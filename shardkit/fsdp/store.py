@@ -202,14 +202,14 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
-        copied: version and memory of the shard that the device has a copy of, on the host.
+        copied: version, memory and some numbers of the shard that the device has a copy of, on the host.
         landing: brings gradients to a shard on the host beside what is computed, where something does.
     """
 
     keeps_shapes = True
     serves_on = False
     joins: object = None
-    copied: tuple[int, int] | None = None
+    copied: tuple[object, ...] | None = None
     landing: Landing | None = None
 
     def __init__(self, flat: FlatParam) -> None:
@@ -219,6 +219,7 @@ class Store(ABC):
         self._group = flat.group
         self._backend = flat.group.backend
         self._channel = flat.group.channel("parameters")
+        self._over = flat.gathers_over or self._channel
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
         self.is_whole = flat.is_whole
@@ -229,12 +230,24 @@ class Store(ABC):
         self.users = 0
 
     def _gather(
-        self, full: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        *,
+        async_op: bool = False,
+        label: str = "",
+        over: Group | None = None,
     ) -> Work:
-        """Gathers all ranks' shards, over the channel for parameters."""
+        """Gathers all ranks' shards, ``over`` a group or what is for values that are computed with."""
         if self._flat.on_gather is not None:
             self._flat.on_gather(full, shard)
-        return self._channel.all_gather_into(full, shard, async_op=async_op, label=label)
+        return (over or self._over).all_gather_into(full, shard, async_op=async_op, label=label)
+
+    def send_over(self, group: Group | None) -> None:
+        """Gathers values that are computed with over this from now on; None: over the channel for parameters."""
+        self._over = group or self._channel
+        if self.joins is not None:
+            self.joins = self._over, self._dtype, self._device
 
     def _from_host(self, full: torch.Tensor) -> None:
         """Takes what was gathered before from its copy on the host."""
@@ -365,7 +378,8 @@ class Store(ABC):
         else:
             full = shard.new_empty(self._layout.padded_numel)
             with self._flat.ranges.summon():
-                self._gather(full, shard, label=f"{self._flat.label} in full precision")
+                label = f"{self._flat.label} in full precision"
+                self._gather(full, shard, label=label, over=self._channel)
             full = unpacked(full, self._layout)
         self.summoned, self.state = full, SUMMONED
         self._reveal()
@@ -488,7 +502,7 @@ class Stored(Store):
         self._changed: ChangedParts | None = None
         self._sends_changes = flat.sends_changes and self._group.world_size > 1
         if self._mesh is None and blocks is None and self._group.world_size > 1 and not self._sends_changes:
-            self.joins = self._channel, self._dtype, self._device
+            self.joins = self._over, self._dtype, self._device
         self._look_at(torch.empty(self._layout.padded_numel, dtype=self._dtype, device=self._device))
 
     def _look_at(self, full: torch.Tensor) -> None:
@@ -549,7 +563,7 @@ class Stored(Store):
                 work = DONE
             else:
                 # a call less
-                gather = self._channel.all_gather_into if flat.on_gather is None else self._gather
+                gather = self._over.all_gather_into if flat.on_gather is None else self._gather
                 work = gather(full, self._own, async_op=True, label=flat.label)
         self.in_flight = work, full
 
@@ -697,9 +711,10 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
         else:
             store.start(after)
     for alike in joined.values():
-        numel = sum([store._layout.padded_numel for store in alike])
-        if len(alike) > 1 and numel * alike[0]._dtype.itemsize <= _SMALL:
-            alike[0].joined(*alike).start()
+        first, numel = alike[0], sum([store._layout.padded_numel for store in alike])
+        is_small = numel * first._dtype.itemsize <= _SMALL
+        if len(alike) > 1 and (is_small or first._over is not first._channel):
+            first.joined(*alike).start()
         else:
             for store in alike:
                 store.start()

@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 from torch import nn
 
+from ..backend import is_group
 from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Tree
 from .construct import wake
+from .custom_comms import Comm, Hook
 from .forward import call_method, cast_inputs, run_gathered
 from .state import ShardingState, enter_summon, exit_summon, state_of
 
@@ -135,6 +137,23 @@ def _names(dims: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
+def _checked(comm: Comm | None) -> Comm | None:
+    if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
+        raise ConfigurationError(
+            f"a {type(comm).__name__} sends no messages: it needs allocate(size, dtype=, device=) and a call, as "
+            "torch.distributed.fsdp's AllGather and ReduceScatter have them"
+        )
+    return comm
+
+
+def _run_in(stream: torch.Stream, hook: Hook, gradients: torch.Tensor) -> None:
+    here = torch.accelerator.current_stream(gradients.device)
+    stream.wait_stream(here)
+    with stream:
+        hook(gradients)
+    here.wait_stream(stream)
+
+
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, outputs: Tree) -> Tree:
     return cast_inputs(outputs, dtype)
 
@@ -146,6 +165,7 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
         )
 
 
+# Where messages lie is decided here too: a memory that a process group recommends is none of these.
 _NEEDLESS = (
     "set_is_last_backward",
     "set_requires_all_reduce",
@@ -153,15 +173,12 @@ _NEEDLESS = (
     "_set_unshard_async_op",
     "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch",
-    "set_post_optim_event",
-    "set_force_sum_reduction_for_comms",
     "set_allocate_memory_from_process_group_for_comm",
     "set_symm_mem_for_comm",
     "set_reduce_scatter_unused_params",
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group",
 )
-_REFUSED = ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
 
 
 class UnshardHandle:
@@ -256,11 +273,66 @@ class TorchsMethods:
     def _needless(self, *args: object, **kwargs: object) -> None:
         """Found out here."""
 
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise ConfigurationError(
-            f"{', '.join(_REFUSED)}: collectives are the backend's here. Derive a backend (shardkit.backend) whose "
-            "Group has others, and pass it as backend="
+    # ------------------------------------------------------------ messages that others send
+    def set_custom_all_gather(self, comm: Comm | None) -> None:
+        """Gathers the unit's values, to compute with them, by this; None: as before.
+
+        Gathers among few ranks (``reshard_after_forward=2``) and of full state stay what they are.
+
+        Raises:
+            ConfigurationError: it is no AllGather; compressed or lazy messages.
+        """
+        self._send_through("set_custom_all_gather", gather=_checked(comm))
+
+    def set_custom_reduce_scatter(self, comm: Comm | None) -> None:
+        """Reduces the unit's gradients by this, in turn with what is computed, as :meth:`set_custom_all_gather`.
+
+        Its ``op`` is a mean or, where the divisor is another one, a sum.
+        """
+        self._send_through("set_custom_reduce_scatter", scatter=_checked(comm))
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Asks what :meth:`set_custom_reduce_scatter` has set for sums alone."""
+        self._send_through("set_force_sum_reduction_for_comms", sums=enable)
+
+    def set_all_reduce_hook(self, hook: Hook | None, *, stream: torch.Stream | None = None) -> None:
+        """Calls this with the mean of the unit's gradients over the ranks, replicas included, to be changed in place.
+
+        What all ranks of a group do to it has to be the same for what is behind the gradients: flags of missing ones.
+
+        Args:
+            stream: where it runs, if ranks have no replicas.
+        """
+        if stream is not None and hook is not None:
+            if self._state.replicas is not None:
+                raise ConfigurationError("set_all_reduce_hook(stream=...) is not for ranks with replicas")
+            hook = partial(_run_in, stream, hook)
+        self._send_through("set_all_reduce_hook", hook=hook)
+
+    def _send_through(self, method: str, **changes: Tree) -> None:
+        state = self._state
+        wake(state)
+        if state.engine is not None:
+            state.engine.check_idle(method)
+        options, group = state.options, state.options.group
+        precision, reduce = options.precision, options.reduce
+        are_plain = not (
+            precision.compression or reduce.compression or reduce.order or options.reshard.sends_changes
         )
+        if group is None and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        comms = replace(state.unit.comms, process_group=group, **changes)
+        if comms.are_custom and not (are_plain and state.group.backend.has_storage and not is_group(group)):
+            raise ConfigurationError(
+                f"{method} is for plain messages over a process group of torch's; not with compression, "
+                "ReducePolicy(order=), ReshardPolicy(sends_changes=True), lazy execution, or a group of shardkit's"
+            )
+        state.unit.send_through(comms)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Lets all that follows wait for an optimizer's step: at once, where devices have events."""
+        if self._state.compute_device.type != "cpu":
+            event.wait()
 
     # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -316,6 +388,11 @@ _OWN = (
     "set_reshard_after_forward",
     "set_reshard_after_backward",
     "set_gradient_divide_factor",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_all_reduce_hook",
+    "set_post_optim_event",
     "set_manual_backward_finalization",
     "finalize_backward",
     "set_keep_unsharded_storage",
@@ -326,7 +403,6 @@ METHODS: dict[str, AnyCallable] = {
     **{name: vars(TorchsMethods)[name] for name in _OWN},
     "set_reduce_scatter_divide_factor": TorchsMethods.set_gradient_divide_factor,
     **dict.fromkeys(_NEEDLESS, TorchsMethods._needless),
-    **dict.fromkeys(_REFUSED, TorchsMethods._refuse),
 }
 
 

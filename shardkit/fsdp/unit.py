@@ -17,6 +17,7 @@ from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
+from .custom_comms import OWN, CustomComms
 from .flat_param import FlatParam
 from .gradients import GradientPack, LocalGradients, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
@@ -33,6 +34,7 @@ class Unit:
     """The flat parameters of one wrapped module.
 
     Attributes:
+        comms: messages that are sent otherwise.
         name: path of the wrapper in the root module.
         ranges: what it does, in traces.
         flats: flat parameters that this unit owns.
@@ -62,6 +64,8 @@ class Unit:
         task: the backward that has reached its outputs last.
         backwards: of a root's unit, how many have gone through it.
     """
+
+    comms: CustomComms = OWN
 
     def __init__(
         self,
@@ -121,6 +125,17 @@ class Unit:
         self.divisors = before, after
         self.attach()
 
+    def send_through(self, comms: CustomComms) -> None:
+        """Sends its messages so from now on; between steps."""
+        self.comms = comms
+        if self.engine is not None and comms.are_custom:
+            self.engine.needs_one_order = True
+        over = comms.gathers_over(self.flats[0].group.channel("parameters")) if self.flats else None
+        for flat in self.flats:
+            flat.gathers_over = over
+            flat.store.send_over(over)
+        self.attach()
+
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
@@ -131,9 +146,8 @@ class Unit:
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
             for flat in self.flats:
-                flat.group.channel(
-                    "gradients"
-                )  # all ranks connect it here, whichever root each of them calls first
+                # all ranks connect it here, whichever root each of them calls first
+                flat.group.channel("gradients")
                 flat.trainable = trainable = list(map(_requires_grad, flat.originals))
                 flat.trains, flat.reduce = True in trainable, self.reduce
                 self.has_frozen = self.has_frozen or False in trainable
@@ -148,7 +162,8 @@ class Unit:
     def run_by(self, engine: Engine) -> None:
         """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
         self.engine, self.enter_backward = engine, partial(engine.reach, self)
-        self.packs = [pack_for(flat, self.replicas, self.reduce, self.divisors) for flat in self.flats]
+        terms = self.replicas, self.reduce, self.divisors, self.comms
+        self.packs = [pack_for(flat, *terms) for flat in self.flats]
         self.sent = [pack for pack in self.packs if pack.trains]
 
     def notice_trainable(self) -> bool:
@@ -457,7 +472,9 @@ def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]
     """Returns what reduces the gradients of these units, their kinds (one, if they can travel together), and bytes."""
     packs = [pack for unit in units for pack in unit.sent]
     stored = [pack for pack in packs if type(pack) is StoredPack]
-    alone = len(stored) < len(packs) or any(unit.replicas is not None for unit in units)
+    alone = len(stored) < len(packs) or any(
+        unit.replicas is not None or unit.comms.hook is not None for unit in units
+    )
     kinds = set() if alone else {pack.joins for pack in stored}
     return stored, kinds, sum([pack.nbytes for pack in stored])
 

@@ -35,6 +35,7 @@ from .ordered import exact_norm
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
 _CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
+_THROUGH_MODE = "__torch_function__"
 _classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
@@ -142,7 +143,12 @@ def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradi
 def _is_clipping() -> bool:
     """Says whether it is torch's clipping that asks, or what another package put in its place."""
     frame = sys._getframe(2)
-    while frame.f_globals is _FUNCTIONAL or frame.f_globals is _OVERRIDES:  # torch.norm is no builtin
+    # torch.norm is no builtin, and modes (of a default device, of a rehearsal) call what they are called for
+    while (
+        frame.f_globals is _FUNCTIONAL
+        or frame.f_globals is _OVERRIDES
+        or frame.f_code.co_name == _THROUGH_MODE
+    ):
         frame = frame.f_back  # type: ignore[assignment]
     asking, clipping = frame.f_globals, torch.nn.utils.clip_grad_norm_
     return asking is _CLIPPING or (isinstance(clipping, FunctionType) and asking is clipping.__globals__)

@@ -5,18 +5,23 @@ Their streams complete late: what is not waited for has old values (see tests/la
 
 from __future__ import annotations
 
+import copy
 import re
 import time
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardkit import FSDP
+from shardkit import FSDP, fully_shard, sharding_of
 from shardkit.backend import get_backend
 from shardkit.errors import OutOfStepError
 from tests.backends import cuda_programs as programs
 from tests.backends.environments import environments, family
+from tests.beside import batch
 from tests.late_device import ranks
 from tests.late_device.build import missing
 from tests.pools import ForkedPool, rank_pool
@@ -42,6 +47,56 @@ def test_sharded_ddp_trains_as_one_process(backend: str, world_size: int) -> Non
 def test_ranks_that_differ(backend: str, world_size: int) -> None:
     rank_pool(world_size, backend).run(programs.one_rank_leaves_a_parameter_out, family(backend))
     rank_pool(world_size, backend).run(programs.a_late_rank, 0.1, family(backend))
+
+
+class Sent:
+    """Sends as the library does."""
+
+    def allocate(self, size: Any, **options: Any) -> torch.Tensor:
+        return torch.empty(size, **options)
+
+    def __call__(self, group: Any, op: Any = None, async_op: bool = False, **tensors: torch.Tensor) -> Any:
+        output, given = tensors["output_tensor"], tensors["input_tensor"]
+        if op is None:
+            return group._allgather_base(output, given)  # whatever async_op says
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        group._reduce_scatter_base(output, given, options).wait()
+        return None
+
+
+def _sends_itself(rank: int) -> None:
+    device = get_backend("late").device()
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    model: Any = copy.deepcopy(plain).to(device)
+    aside = torch.Stream(device)
+    for part in (*model, model):
+        fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
+        part.set_custom_all_gather(Sent())
+        part.set_custom_reduce_scatter(Sent())
+        part.set_all_reduce_hook(lambda mean: mean.mul_(2), stream=aside)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(4):
+        model(batch(rank, step).to(device)).square().mean().backward()
+        sum(plain(batch(r, step)).square().mean() for r in range(2)).backward()  # type: ignore[union-attr]
+        optimizers[1].step()
+        aside.wait_stream(torch.accelerator.current_stream())
+        with aside:
+            optimizers[0].step()
+            event = aside.record_event()
+        model.set_post_optim_event(event)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    with sharding_of(model).summon_full_params():
+        for layer, truth in zip(model, plain, strict=True):
+            torch.testing.assert_close(layer.weight.cpu(), truth.weight)
+            torch.testing.assert_close(layer.bias.cpu(), truth.bias)
+
+
+@pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
+def test_messages_and_steps_that_the_user_orders() -> None:
+    rank_pool(2, "late").run(_sends_itself)
 
 
 def _in_another_order(rank: int, backend: str) -> str:

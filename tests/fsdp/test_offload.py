@@ -158,11 +158,14 @@ def _changed(rank: int, world_size: int, door: str, folder: str) -> None:
         assert all(map(torch.equal, numbers(masters), numbers(plain))), what
 
     alike("as made")
-    for model in (masters, plain):
-        for p in model.parameters():
-            with torch.no_grad():
-                p.mul_(1.5)
+    both = [*masters.parameters(), *plain.parameters()]
+    for p in both:
+        with torch.no_grad():
+            p.mul_(1.5)
     alike("changed in place")
+    for p in both:
+        p.data.copy_(p.data * 0.5)  # as averages are swapped in
+    alike("changed around versions")
     for model in (masters, plain):
         with shardkit.sharding_of(model).summon_full_params(), torch.no_grad():
             net_of(model).head.weight.add_(0.25)

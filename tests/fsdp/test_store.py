@@ -102,7 +102,7 @@ def test_what_a_failed_gathering_leaves_is_not_shown(rank: int) -> None:
     xs = batch(0, 2)[rank]
     right = model(xs)
     store = model._state.flats[0].store
-    channel = store._channel
+    channel = store._over
 
     class Failing:
         def wait(self) -> None:
@@ -113,11 +113,11 @@ def test_what_a_failed_gathering_leaves_is_not_shown(rank: int) -> None:
             output.fill_(7.0)
             return Failing()
 
-    store._channel = Broken()  # type: ignore[assignment]
+    store._over = Broken()  # type: ignore[assignment]
     model._state.unit.release()
     with pytest.raises(RuntimeError, match="lost"):
         model(xs)
     with pytest.raises(LifecycleError, match="not gathered"):
         model.module[0].weight.sum().item()
-    store._channel = channel
+    store._over = channel
     torch.testing.assert_close(model(xs), right)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -391,8 +392,11 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
         ):
             fully_shard(half)
     model: Any = as_in_torchtitan(Net())
-    with pytest.raises(ConfigurationError, match="set_all_reduce_hook"):
-        model.set_all_reduce_hook(print)
+    with pytest.raises(ConfigurationError, match=r"needs allocate\(size"):
+        model.set_custom_all_gather(print)
+    changes: Any = fully_shard(nn.Linear(2, 2), reshard=ReshardPolicy(sends_changes=True))
+    with pytest.raises(ConfigurationError, match="set_all_reduce_hook is for plain messages"):
+        changes.set_all_reduce_hook(print)
     with pytest.raises(ConfigurationError, match="reduces its gradients by its end"):
         model.set_manual_backward_finalization(True)
     with pytest.raises(ConfigurationError, match="memory of gathered parameters"):
@@ -507,6 +511,155 @@ def test_modules_that_are_one_unit(rank: int) -> None:
     empty.to_empty(device="cpu")
     empty.load_state_dict(plain.state_dict())
     torch.testing.assert_close(empty(tokens(rank, 0)), plain(tokens(rank, 0)))
+
+
+class Gather:
+    """Sends itself; counts what it is asked for, and looks whether memory is its own."""
+
+    def __init__(self) -> None:
+        self.memory: list[int] = []
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.full(tuple(size), 7, dtype=dtype, device=device)
+        self.memory.append(made.untyped_storage().data_ptr())
+        return made
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.note(output_tensor, input_tensor)
+        sends = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return sends(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    def note(self, *tensors: torch.Tensor) -> None:
+        self.calls += 1
+        assert {t.untyped_storage().data_ptr() for t in tensors} <= set(self.memory)
+        self.memory.clear()
+
+
+class Scatter(Gather):
+    """Exchanges parts, and adds them up."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.note(output_tensor, input_tensor)
+        came = torch.empty_like(input_tensor)
+        dist.all_to_all_single(came, input_tensor, group=group)
+        torch.sum(came.view(group.size(), -1), 0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        else:
+            assert op == dist.ReduceOp.SUM
+
+
+class Partly(Net):
+    """Frozen and trainable parameters in one unit; maybe a parameter that not all ranks have a gradient for."""
+
+    def __init__(self, lacks: bool = True) -> None:
+        super().__init__()
+        self.lacks = lacks
+        self.layers[0][0].requires_grad_(False)  # type: ignore[index]
+        self.extra = nn.Parameter(torch.ones(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(tokens)
+        return scores * (1.0 if self.lacks and tokens[0, 0] % 2 else self.extra.mean())
+
+
+@on_ranks(2)
+def test_messages_that_the_user_sends(rank: int) -> None:
+    """Each unit's message goes through the user's objects once, with FSDP2's values and one process's."""
+    for dtype, factor, sums in (
+        (None, None, False),
+        (None, None, True),
+        (torch.bfloat16, None, False),
+        (None, 4.0, False),
+    ):
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=dtype)
+        counts: tuple[list[tuple[int, int]], ...] = [], []
+        models: list[Any] = [Partly(bool(factor)), Partly(bool(factor))]
+        for model, shard in zip(models, (fully_shard, torchs_fully_shard), strict=True):
+            if shard is torchs_fully_shard and factor:
+                continue  # gloo has no PREMUL_SUM
+            shard(model.layers[0], mp_policy=policy)
+            shard(model, mp_policy=policy)
+        ours, plain = models[0], Partly(bool(factor))
+        comms: list[tuple[Gather, Gather]] = []
+        for model in models[:1] if factor else models:
+            comms.append((Gather(), Scatter()))
+            for m in (model.layers[0], model):
+                m.set_custom_all_gather(comms[-1][0])
+                m.set_custom_reduce_scatter(comms[-1][1])
+                m.set_force_sum_reduction_for_comms(sums)
+                if factor:
+                    m.set_gradient_divide_factor(factor)
+        trained = [*models[: len(comms)], plain]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in trained]
+        for step in range(3):
+            if step == 2:
+                trained[0] = ours = copy.deepcopy(ours)  # goes on as the first would
+                optimizers[0] = torch.optim.SGD(ours.parameters(), lr=0.3)
+            for m, optimizer in zip(trained, optimizers, strict=True):
+                optimizer.zero_grad()
+                if m is plain:
+                    (torch.stack([loss_of(m, r, step) for r in range(2)]).sum() / (factor or 2.0)).backward()
+                else:
+                    loss_of(m, rank, step).backward()
+                    gather, scatter = comms[trained.index(m)]
+                    counts[trained.index(m)].append((gather.calls, scatter.calls))
+                optimizer.step()
+        tolerance = 2e-2 if dtype else 1e-6
+        assert_same(ours, plain, rtol=0, atol=tolerance)
+        if not factor:
+            assert_same(ours, models[1], rtol=0, atol=tolerance / 10)
+        # the root stays gathered, the layer is gathered again; here not, as soon as it is known to come last
+        assert counts[0] == [(3, 2), (5, 4), (8, 6)]
+        assert counts[1] == ([] if factor else [(3, 2), (6, 4), (9, 6)])
+
+
+@on_ranks(2)
+def test_hooks_behind_reductions(rank: int) -> None:
+    """A hook that averages over replicas makes what the mesh of both makes; with replicas it gets their mean."""
+    hybrid = meshes()[1]
+    replicas = hybrid.get_group("dp_replicate")
+    plain, by_hook, native = Partly(), Partly(), Partly()
+
+    def average(gradients: torch.Tensor) -> None:
+        dist.all_reduce(gradients, op=dist.ReduceOp.AVG, group=replicas)
+
+    def halve(gradients: torch.Tensor) -> None:
+        gradients.mul_(0.5)
+
+    for model, mesh, hook in ((by_hook, hybrid["dp_shard"], average), (native, hybrid, halve)):
+        for m in (model.layers[0], model):
+            fully_shard(m, mesh=mesh)
+            m.set_all_reduce_hook(hook)  # type: ignore[operator]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=rate) for m, rate in ((plain, 0.3), (by_hook, 0.3), (native, 0.6))
+    ]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.stack([loss_of(plain, r, step) for r in range(2)]).mean().backward()
+        for model in (by_hook, native):
+            with sharding_of(model).no_sync():
+                (loss_of(model, rank, step) / 4).backward()
+            (loss_of(model, rank, step) * 3 / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in (by_hook, native):
+        assert_same(model, plain, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="not for ranks with replicas"):
+        native.set_all_reduce_hook(halve, stream=torch.Stream)  # type: ignore[operator]
+    with pytest.raises(ConfigurationError, match="with messages of its own"):
+        pickle.dumps(by_hook)
 
 
 class Chunked(Net):

@@ -152,8 +152,9 @@ class Run:
         if torchs:  # a rank without a gradient takes no part in it
             for p in self.model.parameters():
                 assert p.grad is None or p.grad.detach().shape == p.shape  # torch 2.9 compares classes there
-            # torch's own, where importing torch_xla has put another one in its place
-            return torch.nn.utils.clip_grad.clip_grad_norm_(self.model.parameters(), norm)
+            # torch's own, where importing torch_xla has put another one in its place; every call goes through a mode
+            with torch.device("cpu"):
+                return torch.nn.utils.clip_grad.clip_grad_norm_(self.model.parameters(), norm)
         if isinstance(self.optimizer, OSS):
             return self.optimizer.clip_grad_norm(norm)
         return sharding_of(self.model).clip_grad_norm_(norm)
