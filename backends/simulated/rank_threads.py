@@ -13,6 +13,7 @@ import contextlib
 import copy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -43,9 +44,11 @@ class Awaited(abc.ABC):
 
     Attributes:
         error: why it can't come any more: an exception's class and message.
+        time: when the last of those who bring it came, by the :class:`Clock`.
     """
 
     error: tuple[type[ShardkitError], str] | None = None
+    time = 0.0
 
     @property
     @abc.abstractmethod
@@ -167,6 +170,34 @@ class Meeting(Awaited):
         self._brought.clear()
 
 
+class Clock:
+    """Tells what time it would be on each rank if each had a processor of its own and messages took no time.
+
+    A rank's time passes while its thread computes and sleeps; who waits goes on at the time of those it waits for.
+
+    Attributes:
+        seconds: of each rank, since it began.
+        waited: how many of these for other ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.seconds, self.waited = [0.0] * world_size, [0.0] * world_size
+        self._used = [0.0] * world_size  # what the rank's thread had computed when it was asked last
+
+    def now(self, rank: int, slept: float = 0.0, is_for_all: bool = False) -> float:
+        """Returns the time of the rank whose thread calls; what it has done since the last call may be for all."""
+        used = time.thread_time()
+        self.seconds[rank] += slept + (0.0 if is_for_all else used - self._used[rank])
+        self._used[rank] = used
+        return self.seconds[rank]
+
+    def wait_until(self, rank: int, moment: float) -> None:
+        """Lets the rank whose thread calls go on no earlier."""
+        late = max(0.0, moment - self.now(rank))
+        self.seconds[rank] += late
+        self.waited[rank] += late
+
+
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
 
@@ -227,6 +258,7 @@ class RankThreads:
     Attributes:
         hang: why ranks could not go on.
         is_finishing: what runs now is done for all ranks together.
+        clock: of the ranks.
     """
 
     def __init__(
@@ -240,6 +272,7 @@ class RankThreads:
             raise ConfigurationError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self.hang: Hang | None = None
+        self.clock = Clock(world_size)
         self.is_finishing = False
         self._enter, self._issued, self._patient = enter, issued, patient
         self._gates = [threading.Semaphore(0) for _ in range(world_size)]
@@ -381,9 +414,11 @@ class RankThreads:
         if self._issued is not None:
             self._issued(rank, call, place, size, len(meeting.ranks))
         meeting.given_up[rank] = self._given_up[rank]
+        meeting.time = max(meeting.time, self.clock.now(rank))
         self.is_finishing = True
         meeting.arrive(rank, call, place, terms, brought, finish)
         self.is_finishing = False
+        self.clock.now(rank, is_for_all=True)
         missing = meeting.missing()
         if not missing:
             self._open.pop(id(meeting), None)
@@ -410,6 +445,7 @@ class RankThreads:
             set_host_random_states(states)
             self._waits.pop(rank, None)
         if meeting.over and meeting.error is None:
+            self.clock.wait_until(rank, meeting.time)
             return
         self._check_alive(rank, call)
         if meeting.error is not None:

@@ -153,6 +153,30 @@ def test_steps_end_all_ranks_together(tmp_path: Path, capsys: pytest.CaptureFixt
     assert kinds["all_reduce", "19"] == 3
 
 
+def _taking_turns(rank: int, once: bool) -> None:
+    """Of two micro-batches each rank has a long one, while the other has a short one."""
+    model = shardkit.fully_shard(torch.nn.Linear(2, 2))
+    with shardkit.uneven(model, once=once):
+        for k in range(2):
+            loss = model(torch.ones(1, 2)).sum()
+            time.sleep(0.3 if k == rank else 0.0)
+            loss.backward()
+
+
+def test_the_clock_tells_who_waited() -> None:
+    each, together = (
+        rehearse(lambda rank, once=once: _taking_turns(rank, once), 2) for once in (False, True)
+    )
+    for seen in each.ranks:
+        assert 0.6 <= seen.seconds < 0.75
+        assert 0.2 < seen.waited < 0.4
+    for seen in together.ranks:
+        assert 0.3 <= seen.seconds < 0.45
+        assert seen.waited < 0.1
+    assert each.as_data()["waited_seconds"] == [seen.waited for seen in each.ranks]
+    assert "of these waited" in str(each)
+
+
 def test_what_went_wrong_is_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = written(
         tmp_path,

@@ -49,6 +49,7 @@ class RankRecord:
         losses: of each of these, what ``backward`` was called on before.
         calls, sent: collectives, and bytes that a rank sends for them on average over ranks.
         peak: bytes in tensors, at most.
+        seconds, waited: how long it took by the ranks' clock, and how much of that it waited for others.
         last_words: what it has printed last, where that was not shown.
     """
 
@@ -59,6 +60,8 @@ class RankRecord:
     calls: Counter[Sent] = field(default_factory=Counter)
     sent: Counter[Sent] = field(default_factory=Counter)
     peak: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
     last_words: list[str] = field(default_factory=list)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shardkit.backends.simulated.rank_threads import Hang, named, ranks_by, said_of
 from shardkit.errors import RankFailedError
@@ -11,6 +12,7 @@ from shardkit.tracing.tables import counted, in_bytes
 
 from .ranks import RankRecord, Sent
 
+_Number = TypeVar("_Number", int, float)
 _LARGEST = 12  # kinds of collectives that are listed
 
 
@@ -77,6 +79,8 @@ class Report:
             "losses_of_one_process": None if self.alone is None else self.alone.losses(),
             "peak_bytes": [seen.peak for seen in self.ranks],
             "sent_bytes": [sum(seen.sent.values()) for seen in self.ranks],
+            "seconds": [seen.seconds for seen in self.ranks],
+            "waited_seconds": [seen.waited for seen in self.ranks],
             "collectives": [
                 {"operation": kind.operation, "place": str(kind.place), "calls": calls, "sent_bytes": sent}
                 for kind, calls, sent in self._by_kind()
@@ -97,6 +101,8 @@ class Report:
         if any(seen.peak for seen in self.ranks):
             yield _row("bytes in tensors, peak", [seen.peak for seen in self.ranks], in_bytes)
         yield _row("bytes sent", [sum(seen.sent.values()) for seen in self.ranks], in_bytes)
+        yield _row("seconds", [seen.seconds for seen in self.ranks], "{:.2f}".format)
+        yield _row("  of these waited", [seen.waited for seen in self.ranks], "{:.2f}".format)
         losses = self.losses()
         if losses:
             yield f"loss by step, mean of all ranks: {_some(losses)}"
@@ -139,7 +145,7 @@ class Report:
         return [(kind, first.calls[kind], first.sent[kind]) for kind in kinds]
 
 
-def _row(what: str, values: Sequence[int], as_text: Callable[[int], str]) -> str:
+def _row(what: str, values: Sequence[_Number], as_text: Callable[[_Number], str]) -> str:
     least, most = min(values), max(values)
     ranks = [rank for rank, value in enumerate(values) if value == most]
     who = "" if least == most else f"   most on {named(ranks)}"

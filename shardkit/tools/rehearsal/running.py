@@ -162,6 +162,8 @@ class _Rehearsal:
             except EnoughSteps:
                 return None
             finally:
+                clock = self._threads.clock
+                rank.seen.seconds, rank.seen.waited = clock.now(number), clock.waited[number]
                 if rank.world.get("default_pg") is not None:
                     dist.destroy_process_group()
                 rank.main = None

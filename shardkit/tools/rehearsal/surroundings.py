@@ -296,7 +296,6 @@ _WAITS = (
     (queue.Queue, "get"),
     (concurrent.futures.Future, "result"),
     (concurrent.futures.Future, "exception"),
-    (time, "sleep"),
 )
 _AT_ONCE = (
     0.05  # seconds; what is there sooner, such as a thread that starts, is no reason to pass the turn on
@@ -318,7 +317,12 @@ def waiting_elsewhere(threads: RankThreads) -> Iterator[None]:
 
         return waiting
 
-    wait_for_event = threading.Event.wait
+    def sleep(seconds: float) -> None:
+        if (rank := current()) is not None and threads.is_mine(rank.number):
+            threads.clock.now(rank.number, slept=seconds)
+        passing_on(sleep_outside)(seconds)
+
+    sleep_outside, wait_for_event = time.sleep, threading.Event.wait
 
     def event_wait(event: threading.Event, timeout: float | None = None) -> bool:
         first = _AT_ONCE if timeout is None else min(timeout, _AT_ONCE)
@@ -328,6 +332,7 @@ def waiting_elsewhere(threads: RankThreads) -> Iterator[None]:
         for owner, name in _WAITS:
             stack.enter_context(mock.patch.object(owner, name, passing_on(getattr(owner, name))))
         stack.enter_context(mock.patch.object(threading.Event, "wait", event_wait))
+        stack.enter_context(mock.patch.object(time, "sleep", functools.wraps(time.sleep)(sleep)))
         yield
 
 
