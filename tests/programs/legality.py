@@ -91,6 +91,8 @@ def meaningful(program: Program) -> bool:
         return False  # a backward of nothing
     if program.optimizer.name == "adafactor" and "empty" in kinds:
         return False  # divides by the number of elements
+    if program.optimizer.name == "sgd_fused" and uneven(program):
+        return False  # torch's kernel refuses a first gradient where others have momentum already
     if program.sharded is None and uneven(program) and program.optimizer.name not in STEPLESS:
         return False
     if Fail("backward") in program.steps and program.routing != "same" and "branch" in kinds:
