@@ -610,7 +610,8 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
         _cut_extended(found, originals, device, found.cut_over)
         return layout, no_values(layout.shard_numel, originals[0].param)
     values = list(map(_values_of, originals))
-    dtype = torch.float32 if _has_masters(options, originals[0]) else values[0].dtype
+    are_masters = options.precision.masters and _has_masters(originals[0])
+    dtype = torch.float32 if are_masters else values[0].dtype
     if True in map(_is_meta, values):
         return layout, torch.empty(layout.shard_numel, dtype=dtype, device="meta")
     shard = put_together(values, layout).to(device)
@@ -629,11 +630,9 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     return layout, group.backend.pin(shard) if offload.parameters else shard.cpu()
 
 
-def _has_masters(options: Options, original: OriginalParameter) -> bool:
+def _has_masters(original: OriginalParameter) -> bool:
     param = original.param
-    return (
-        options.precision.masters and param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
-    )
+    return param.requires_grad and param.dtype in (torch.bfloat16, torch.float16)
 
 
 def _cut_extended(
@@ -683,7 +682,8 @@ def _listed(
             hide(place, original.param)
             register(place, shard)
     options = state.options
-    computed = originals[0].param.dtype if _has_masters(options, originals[0]) else None
+    are_masters = options.precision.masters and _has_masters(originals[0])
+    computed = originals[0].param.dtype if are_masters else None
     return FlatParam(
         originals,
         shard,

@@ -54,14 +54,6 @@ class CustomComms:
         """Whether any of it is sent, or changed, by somebody else."""
         return (self.gather, self.scatter, self.hook) != (None, None, None)
 
-    def gathers_over(self, channel: Group) -> Group | None:
-        """Returns what gathers values in place of this channel; None: it does."""
-        return None if self.gather is None else _over(channel, self.gather, self.process_group)
-
-    def reduces_over(self, channel: Group) -> Group:
-        """Returns what reduces gradients in place of this channel."""
-        return _over(channel, cast("Comm", self.scatter), self.process_group)
-
     def forms_means(self, dtype: torch.dtype) -> bool:
         """Whether torch asks for a mean of gradients of a dtype."""
         return dtype in (torch.float32, torch.bfloat16) and not self.sums
@@ -70,7 +62,8 @@ class CustomComms:
 OWN = CustomComms()
 
 
-def _over(channel: Group, comm: Comm, process_group: ProcessGroup) -> Group:
+def sent_by(comm: Comm, channel: Group, process_group: ProcessGroup) -> Group:
+    """Returns what gathers or reduces by this in place of a channel."""
     return cast("Group", _CustomGroup(channel, comm, process_group))
 
 

@@ -35,7 +35,7 @@ from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
 from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
-from .custom_comms import OWN, CustomComms, Hook
+from .custom_comms import OWN, CustomComms, Hook, sent_by
 from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
@@ -114,7 +114,9 @@ class GradientPack(ABC):
         flat = self._flat = flats[0]
         self._flats, self._terms = flats, terms
         group, reduce, divisors, comms = terms
-        self._group = group if comms.scatter is None else comms.reduces_over(group)
+        self._group = group
+        if comms.scatter is not None:
+            self._group = sent_by(comms.scatter, group, comms.process_group)
         self.hook: Hook | None = comms.hook
         self._dtype = self.dtype = packed_dtype(flat, reduce)
         self._device = flat.compute_device

@@ -17,7 +17,7 @@ from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
-from .custom_comms import OWN, CustomComms
+from .custom_comms import OWN, CustomComms, sent_by
 from .flat_param import FlatParam
 from .gradients import GradientPack, LocalGradients, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
@@ -130,7 +130,10 @@ class Unit:
         self.comms = comms
         if self.engine is not None and comms.are_custom:
             self.engine.needs_one_order = True
-        over = comms.gathers_over(self.flats[0].group.channel("parameters")) if self.flats else None
+        over = None
+        if comms.gather is not None and self.flats:  # one for all of them, which travel together
+            channel = self.flats[0].group.channel("parameters")
+            over = sent_by(comms.gather, channel, comms.process_group)
         for flat in self.flats:
             flat.gathers_over = over
             flat.store.send_over(over)
