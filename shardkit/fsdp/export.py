@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from ..torch_seams.tensor_facts import INTEGERS
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_meta, refuse_split
+from .packed import Packed
 from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 
@@ -83,6 +85,9 @@ class SentWeights:
 
     def __init__(self) -> None:
         self._shards: dict[tuple[int, int], torch.Tensor] = {}  # [S], by number of unit and flat parameter
+        self.unchanged: dict[
+            tuple[object, ...], list[Change]
+        ] = {}  # of packed weights: empty ones, by how they went
 
     def replace(self, key: tuple[int, int], shard: torch.Tensor) -> torch.Tensor | None:
         """Notes what is sent now; returns what was sent before, None if it is no part of the same."""
@@ -134,7 +139,8 @@ def _exported(
             root.group.backend.mark_step()  # one rank alone may read them
         else:
             for k, flat in enumerate(unit.flats):
-                changes = _changed(flat, (number, k), dtype, on, since)
+                find = _changed if flat.originals[0].store is None else partial(_whole_again, state)
+                changes = find(flat, (number, k), dtype, on, since)
                 found.update(_named(flat, changes if _is_here(root, on) else [], paths))
         yield from rename(found)
     if _is_here(root, on):
@@ -158,7 +164,7 @@ def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since
         if since is not None and (
             flat.is_summoned
             or flat.param.element_size() not in INTEGERS
-            or any(original.store is not None for original in flat.originals)
+            or flat.originals[0].store not in (None, Packed)
         ):
             raise ConfigurationError(
                 f"{flat.names[0]!r} has a form of its own on the wire or 16 bytes an element, or this is inside of "
@@ -287,3 +293,24 @@ def _changed(
         Change(original.shape, shard.dtype, tuple(runs), total % 2**64)
         for original, (runs, total) in zip(flat.originals, found, strict=True)
     ]
+
+
+def _whole_again(
+    state: ShardingState,
+    flat: FlatParam,
+    key: tuple[int, int],
+    dtype: torch.dtype | None,
+    on: int | None,
+    since: SentWeights,
+) -> list[Change]:
+    """Gives all of what packed weights stand for, where they were not sent before or were loaded since (collective)."""
+    shard = flat.param.detach().clone()
+    before, how = since.replace(key, shard), (*key, dtype, on)
+    is_same = before is not None and how in since.unchanged and torch.equal(before, shard)
+    if all(flat.group.all_gather_object(is_same, label=f"whether {flat.label} has changed")):
+        return since.unchanged[how]
+    with summoned(state, recurse=False, writeback=False):
+        values = [_cast(o.param.detach(), dtype).cpu().clone() for o in flat.originals if _is_here(state, on)]
+    changes = [Change(v.shape, v.dtype, (Run(0, None, v.view(-1)),), checksum(v)) for v in values]
+    since.unchanged[how] = [replace(change, runs=()) for change in changes]
+    return changes

@@ -261,7 +261,8 @@ class ShardedAPI:
             on: the rank, of those that share a parameter, that gets them; None: all do.
             since: what was sent before, which is noted in it. Instead of a parameter's values there is a
                 :class:`~shardkit.Change` then, with what is new in it to the bit: ``change.apply(tensor)`` at the
-                receiver. The first one is all of it. Buffers are sent as they are.
+                receiver. The first one is all of it. Buffers are sent as they are. What packed weights stand for
+                comes whole, once, and again after they were loaded or written to.
 
         Raises:
             ConfigurationError: tensor parallelism has cut parameters; there are no values yet (meta device); ``"hf"``

@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardkit
-from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
+from shardkit import (
+    ConfigurationError,
+    LifecycleError,
+    ReshardPolicy,
+    SentWeights,
+    fully_shard,
+    sharding_of,
+    summary,
+)
 from shardkit.fsdp.originals import Place
 from shardkit.fsdp.packed import PackedWeight
 from tests.figures.counters import OperationCounter
@@ -134,6 +142,20 @@ def _in_other_ways(rank: int) -> None:
     torch.testing.assert_close(_loss(copy.deepcopy(model), 3), _loss(plain, 3))
     exported = dict(sharding_of(model).export())
     torch.testing.assert_close(exported, dict(plain.state_dict()), rtol=1e-5, atol=2e-6)
+    sent, received = SentWeights(), {n: torch.zeros_like(v) for n, v in exported.items()}
+    for step, whole in enumerate(
+        (True, False, True)
+    ):  # what is packed comes once, and again when it was loaded
+        if step == 2:
+            model.load_state_dict(state)
+        changes = dict(sharding_of(model).export(on=0, since=sent))
+        assert bool(changes) == (rank == 0)
+        for name, change in changes.items():
+            change.apply(received[name])  # type: ignore[union-attr]
+            assert not name.endswith("base.weight") or (change.nbytes > 0) == whole
+        exported = dict(sharding_of(model).export())
+        assert rank > 0 or all(torch.equal(received[name], value) for name, value in exported.items())
+    model.load_state_dict(plain.state_dict())
     folder = sharding_of(model)._state.group.broadcast_object(tempfile.mkdtemp() if rank == 0 else "", 0)
     shardkit.save_training(folder, step=0, model=model)
     again = _sharded(Stack(), "fully_shard", reshard=reshard)
