@@ -957,12 +957,8 @@ class Engine:
             local: they are kept, as inside of ``no_sync``.
         """
         before = self.set_accumulating([local] * len(self.units))
-        begin = self.begin_backward if self.state.task == NO_BACKWARD else self.state.go_on
-        with torch.enable_grad():
-            reached = torch.zeros((), requires_grad=True).clone()
-        reached.register_hook(lambda _: begin())
         with _adding_nothing(self.units):
-            reached.backward()  # at its end comes what a backward did not reach, which is everything
+            self.state.follow(self.begin_backward)
         self.set_accumulating(before)
 
     def _repeat_forward(self, goes_on: bool = False) -> None:

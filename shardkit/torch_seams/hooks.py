@@ -135,11 +135,21 @@ class BackwardState:
             self.before = [state for ref in reached if (state := ref()) is not None]
             reached.append(weakref.ref(self))
 
-    def go_on(self) -> None:
-        """Marks the running backward as the rest of one that raised."""
-        _reached.pop(self.task, None)
-        self.task = current_backward()
-        after_backward(self._end)
+    def follow(self, begin: Callable[[], None]) -> None:
+        """Runs a backward that computes nothing, and begins so; the rest of one that raised, if that is so."""
+
+        def reached(_: torch.Tensor) -> None:
+            if self.task == NO_BACKWARD:
+                begin()
+            else:
+                _reached.pop(self.task, None)
+                self.task = current_backward()
+                after_backward(self._end)
+
+        with torch.enable_grad():
+            nothing = torch.zeros((), requires_grad=True).clone()
+        nothing.register_hook(reached)
+        nothing.backward()  # at its end comes what a backward did not reach, which is everything
 
     @property
     def owner(self) -> Tree:

@@ -181,11 +181,7 @@ class _ShardedDDPFollower:
 
     def follow_backward(self, local: bool) -> None:
         before, self.state.accumulating = self.state.accumulating, local
-        with torch.enable_grad():
-            nothing = torch.zeros((), requires_grad=True).clone()
-        begin = self.state.begin if self.state.task == NO_BACKWARD else self.state.go_on
-        nothing.register_hook(lambda _: begin())
-        nothing.backward()
+        self.state.follow(self.state.begin)
         self.state.accumulating = before
 
     def follow_rest(self) -> None:

@@ -443,7 +443,17 @@ def test_a_first_forward_for_others_runs_under_their_autocast(rank: int) -> None
     assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
 
 
-PLACES = ("between", "forward", "inside", "loss", "backward", "clear", "clear at the end", "clip", "unscale")
+ERRORS, REFUSED = (
+    ("between", "forward", "inside", "loss", "backward"),
+    ("clear", "clear at the end", "clip", "unscale", "our clip"),
+)
+
+
+def _clipped(model: nn.Module, optimizer: Any, norm: float) -> float:
+    own: Any = (
+        optimizer.clip_grad_norm if isinstance(model, ShardedDDP) else sharding_of(model).clip_grad_norm_
+    )
+    return float(own(norm))
 
 
 def _failing_in_backward(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
@@ -458,6 +468,7 @@ def _fails(
     refused: dict[str, Callable[[], object]] = {
         "clear": optimizer.zero_grad,
         "clip": lambda: nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0),
+        "our clip": lambda: _clipped(model, optimizer, 1.0),
         "unscale": lambda: scaler.unscale_(optimizer),
     }
     with shardkit.uneven(outer, once=once), shardkit.uneven(model, once=once):
@@ -489,13 +500,13 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
     for seed in (5, 6):
         _loss(plain, seed).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    for once, where in itertools.product((False, True), (*PLACES, "evaluate")):
+    for once, where in itertools.product((False, True), (*ERRORS, *REFUSED, "evaluate")):
         if where == "evaluate" and (once or way == "ShardedDDP"):
             continue  # it is right there
         model, optimizer = _sharded(way)
         _loss(model, 5).backward()
         other = fully_shard(Net())
-        refused = where in ("clear", "clear at the end", "clip", "unscale", "evaluate")
+        refused = where in (*REFUSED, "evaluate")
         own = LifecycleError if refused else (ValueError, TypeError)
         with pytest.raises(own if rank else OutOfStepError) as raised:
             _fails(model, other, optimizer, once, where, 3, 1 if rank else -1)
@@ -505,18 +516,19 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
         assert all(p.grad is None for p in other.parameters())
         with shardkit.uneven(model, once=once):
             _loss(model, 6).backward() if rank else None
-        clip: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
-        assert float(clip(1e9)) == pytest.approx(norm, rel=1e-12)
+        assert _clipped(model, optimizer, 1e9) == pytest.approx(norm, rel=1e-12)
 
 
 def _drawn_errors(rank: int, seed: int) -> None:
     """Some ranks have a bad batch at some place, after a block that shows the order and before one that is right."""
     draw, world_size = random.Random(seed), 2 + seed % 7
     way, once = draw.choice(["FSDP", "fully_shard", "ShardedDDP"]), draw.random() < 0.3
-    where = draw.choice(PLACES[: 5 if way == "ShardedDDP" else None])  # a rank may own nothing to clear
+    where = draw.choice(
+        ERRORS if way == "ShardedDDP" else ERRORS + REFUSED
+    )  # a rank may own nothing to clear
     counts = [draw.randint(1, 3) for _ in range(world_size)]
     bad = [draw.choice((-1, -1, k)) for k in map(draw.randrange, counts)]
-    if where in PLACES[5:]:  # there is no gradient before
+    if where in REFUSED:  # there is no gradient before
         bad = [-1 if k == 0 else k for k in bad]
     model, optimizer = _sharded(way)
     other, plain = fully_shard(Net()), Net()
@@ -538,8 +550,7 @@ def _drawn_errors(rank: int, seed: int) -> None:
         for k in range(n):
             (_loss(plain, 10 * k + r) / sum(counts)).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    clip: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
-    assert float(clip(1e9)) == pytest.approx(norm, rel=1e-12)
+    assert _clipped(model, optimizer, 1e9) == pytest.approx(norm, rel=1e-12)
 
 
 def test_drawn_errors_on_simulated_ranks() -> None:
@@ -624,32 +635,3 @@ def test_gradients_from_before_stay_means(rank: int) -> None:
     _loss_of(truth, 1, 2).backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
     assert_same(wrapped, truth, rtol=1e-12, atol=1e-12)
-
-
-def _run_and_ask(model: nn.Module, scaler: Any, rank: int, ask: Callable[[], object]) -> None:
-    with shardkit.uneven(model):
-        for k in range(1 + rank):
-            scaler.scale(_loss(model, k)).backward()
-        ask()
-
-
-@on_ranks(2)
-def test_clipping_inside_of_a_block_is_refused_before_ranks_meet(rank: int) -> None:
-    """A rank that clips would meet another's word of whether it goes on, and the next block is right."""
-    for way in ("FSDP", "fully_shard", "ShardedDDP"):
-        model, optimizer = _sharded(way)
-        own: Any = optimizer.clip_grad_norm if way == "ShardedDDP" else sharding_of(model).clip_grad_norm_
-        scaler = torch.amp.GradScaler("cpu")
-        torchs = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-        for ask in (functools.partial(own, 1.0), torchs, functools.partial(scaler.unscale_, optimizer)):
-            with pytest.raises(LifecycleError, match="inside of uneven"):
-                _run_and_ask(model, scaler, rank, ask)
-            optimizer.zero_grad()
-        with shardkit.uneven(model):
-            for k in range(1 + rank):
-                _loss(model, k).backward()
-        plain = Net()
-        for k in (0, 0, 1):
-            (_loss(plain, k) / 3).backward()
-        expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-        assert float(own(1e9)) == pytest.approx(expected, rel=1e-12)
