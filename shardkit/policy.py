@@ -209,7 +209,7 @@ class OffloadPolicy:
                 "parameters=True leaves no copy of the shards on the device, masters=True does; name one of them"
             )
         for name in ("gradients", "states"):
-            if self.on_host and getattr(self, name) is False:
+            if getattr(self, name) is False and self.on_host:
                 raise ConfigurationError(
                     f"{name} can't stay on the device while their parameters are on the host"
                 )

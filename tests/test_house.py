@@ -13,10 +13,10 @@ LINES = 64_935  # of all source; to be lowered with each release
 PARTS = {
     "backends": 7_530,
     "compat": 9_650,
-    "shardkit": 2_395,  # the files right there
+    "shardkit": 2_400,  # the files right there
     "shardkit/checkpoint": 6_775,
     "shardkit/flattening": 885,
-    "shardkit/fsdp": 11_110,
+    "shardkit/fsdp": 10_930,
     "shardkit/integrations": 525,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_550,
@@ -29,7 +29,7 @@ PARTS = {
     "shardkit/torch_seams": 1_310,
     "shardkit/tracing": 1_635,
     "shardkit/training": 4_930,
-    "shardkit/wrapping": 830,
+    "shardkit/wrapping": 1_035,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

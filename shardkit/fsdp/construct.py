@@ -134,11 +134,7 @@ def _shard(units: Sequence[Found], claimed: set[int]) -> None:
 
 
 def _make_unit(found: Found) -> None:
-    state, options = found.state, found.state.options
-    is_meta = not found.originals or found.originals[0].param.is_meta
-    if options.offload.on_host and options.device is None and not is_meta:
-        # it computes where it is now
-        state.options = replace(options, device=found.originals[0].param.device)
+    state = found.state
     for originals in alike(found):
         state.flats.append(_listed(found, originals, *_cut(found, originals)))
     borrowed = _borrow(found) if found.borrowed else []
@@ -626,9 +622,12 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     if replicas is not None and options.sync_module_states:
         replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
     shard = shard.to(dtype)
-    if options.offload.parameters:
-        return layout, group.backend.pin(shard)
-    return layout, shard.cpu() if options.offload.masters else shard
+    offload = options.offload
+    if not (offload.parameters or offload.masters):
+        return layout, shard
+    if options.device is None:
+        found.state.options = replace(options, device=device)  # it computes where it is now
+    return layout, group.backend.pin(shard) if offload.parameters else shard.cpu()
 
 
 def _has_masters(original: OriginalParameter) -> bool:

@@ -71,7 +71,6 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -94,11 +93,12 @@ from ..torch_seams.hooks import (
     surrounding_checkpoint,
     tensors_in,
 )
-from .activations import Activations
+from ..wrapping.saved_on_host import Activations
 from .flat_param import FlatParam
+from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident
@@ -404,7 +404,7 @@ class Engine:
         self.after: list[torch.Tensor] = []
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
-            unit.engine, unit.enter_backward = self, partial(self.reach, unit)
+            unit.run_by(self)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         # as backward leaves them
         self._on_host = [

@@ -8,9 +8,8 @@ while the unit is gathered (``originals.py``: what they are meanwhile). So autog
 are their own, a weight used in two units stays one weight, and whoever kept a reference to a parameter (an RNN, a hook,
 a metric) keeps the right one. What ``parameters()`` lists is the shard, or views of it.
 
-[Note: memory] Where the values are is the store's (``store/``), of which there are four kinds: tensors own memory that
-is taken and released, execution is lazy, one rank has everything, or values come later. What they are at a time is its
-state, see ``store.py``.
+[Note: memory] Where the values are is the store's (``store.py``), which has kinds: tensors own memory that is taken and
+released, execution is lazy, one rank has everything, or values come later. What they are at a time is its state.
 
 [Note: registered shards] A flat parameter travels, and modules list what is in it. One that is listed as such has one
 registered parameter, its shard [S]. Otherwise each original parameter has one of its own under its name: this rank's
@@ -662,7 +661,8 @@ class FlatParam:
         listings: what registered parameters are listed for: itself, or its original parameters one by one.
         versioned: tensors whose versions change with every change of the shard.
         lists_dtensors: these are DTensors.
-        trains: whether gradients are reduced for it, as far as its unit knows.
+        trainable: for each original parameter, whether it is, as far as its unit knows.
+        trains: any is, and gradients are reduced for it.
         reduce: how, as its unit says.
         label: what it is called in errors.
         paths: of the unit's modules in the root module, as far as they are known.
@@ -707,6 +707,7 @@ class FlatParam:
         self.places = list(places)
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Registered] = [self]
+        self.trainable: list[bool] = []
         self.trains = self.lists_dtensors = self.keeps_on_host = False
         self.reduce = _AS_IT_IS
         self.group = group

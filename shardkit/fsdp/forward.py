@@ -47,7 +47,7 @@ from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
-from .activations import Activations, SavedInCall
+from ..wrapping.saved_on_host import Activations, SavedInCall
 from .construct import announce, name_flats, wake
 from .engine import (
     NO_THREAD,
@@ -212,15 +212,15 @@ def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
     wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
-    names = {id(s.door): path for path, s in named_units(state.door)}
-    for s in states:
-        s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
-    name_flats({s: s.unit.name or "the root" for s in states})
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
     training_begins(state.group)
     after_backward = state.group.backend.mark_step if state.options.mark_step else None
     engine = Engine([*dict.fromkeys(s.unit for s in states)], reshard.prefetch, after_backward)
+    names = {id(s.door): path for path, s in named_units(state.door)}
+    for s in states:
+        s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
+    name_flats({s: s.unit.name or "the root" for s in states})
     for s in dict.fromkeys([*states, *state.mates]):
         s.engine = engine
         s.is_root = s is state or s in state.mates

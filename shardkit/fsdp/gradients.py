@@ -11,22 +11,28 @@ they are in the optimizer's step, as in a plain process (see ``optimizer_check.p
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import final
+from typing import Protocol, final
 
 import torch
+from torch.optim import Optimizer
 
 from ..backend import DONE, Group, ReduceOp, Work
+from ..errors import LifecycleError
 from ..layout import Piece, ShardLayout, alignment, rounded_up
+from ..optimizers.shards import changed_by_steps
+from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
-from ..reduction.shard_gradients import gradient_class
+from ..reduction.shard_gradients import StandingGradient, gradient_class
 from ..torch_seams.tensor_facts import as_plain
 from ..types import Tree
 from .custom_comms import OWN, CustomComms, Hook, sent_by
@@ -34,7 +40,7 @@ from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
 
-_grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
+_grad_of = attrgetter("param.grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
@@ -131,8 +137,7 @@ class GradientPack(ABC):
         self.in_flight: Reduction | None = None
         self.replicas: Group | CompressedAllReduce | None = None
         self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
-        with as_tensors():
-            self.trainable = list(map(_requires_grad, self._originals))
+        self.trainable = [trains for f in flats for trains in f.trainable]
         self.trains = True in self.trainable
         self._split: list[tuple[int, SplitParameter]] = []
         for k, m in enumerate(self._originals):
@@ -298,8 +303,7 @@ class GradientPack(ABC):
                 for _, copy, _, _ in landing.taken():
                     copy.wait_on_host()
 
-    @abstractmethod
-    def _arrived(self) -> None:
+    def _arrived(self) -> None:  # noqa: B027 - where it is not a buffer of ours, nobody has it any more
         """Gives back what was sent."""
 
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
@@ -341,7 +345,7 @@ class GradientPack(ABC):
             unused.originals[listing.first] = True
 
     def _forget_zeros(self, flat: FlatParam, unused: Sequence[bool]) -> None:
-        """Drops a shard's gradient where it is zeros that stand for nothing; see :class:`~.unit.LocalGradients`."""
+        """Drops a shard's gradient where it is zeros that stand for nothing; see :class:`LocalGradients`."""
         if False not in unused:
             flat.param.grad = None
 
@@ -440,9 +444,6 @@ class LazyPack(GradientPack):
         gradients.clear()
         return self._scatter(packed, had, had_all)
 
-    def _arrived(self) -> None:
-        """Lets the compiler free what was sent."""
-
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
@@ -477,9 +478,6 @@ class WholePack(GradientPack):
         if self._microbatches:
             share(joined, self._microbatches)
         return had, had_all, joined, None
-
-    def _arrived(self) -> None:
-        """Does nothing: nothing was sent."""
 
 
 def pack_for(
@@ -520,3 +518,139 @@ def predivide_factor(world_size: int) -> int:
     while world_size % factor == 0 and world_size / factor > factor:
         factor *= 2
     return factor
+
+
+# ------------------------------------------------------------ gradients that are not reduced yet
+class LocalGradients:
+    """Gradients of this rank's own that ``no_sync`` keeps for one registered parameter.
+
+    After a backward inside ``no_sync`` the original parameters hold this rank's gradients, and the registered
+    parameter, the shard, has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any
+    form changes that one, and so says that the original parameters' gradients are to be forgotten too.
+
+    Gradients of a narrower dtype than the one in which they travel are kept in that one, or what is small would be lost
+    to what has added up; autograd wants those of a parameter in the parameter's dtype, so they are kept here.
+    """
+
+    def __init__(self, listing: Registered) -> None:
+        self._listing = listing
+        self._standing = StandingGradient()
+        self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
+
+    def note(self, pack: GradientPack) -> None:
+        """Notes that a backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
+        listing = self._listing
+        self.widen(pack.dtype)
+        if not self.are_there():
+            return
+        if listing.param.grad is None:
+            listing.param.grad = torch.zeros_like(listing.param, requires_grad=False)
+            pack.clear_unused(listing)
+        self._standing.stand(listing.param, listing.param.grad)
+        refuse_steps.note(self)
+
+    @torch.no_grad()
+    def widen(self, dtype: torch.dtype) -> None:
+        """Adds the original parameters' gradients to those that are kept in a wider dtype, if this one is wider."""
+        for number, original in enumerate(self._listing.originals):
+            with as_tensors():
+                gradient = original.param.grad
+                if gradient is None or not gradient.is_floating_point() or gradient.is_sparse:
+                    continue
+                if dtype.itemsize <= gradient.dtype.itemsize:
+                    return
+                original.param.grad = None
+            kept = self._wide.get(number)
+            if kept is None:
+                self._wide[number] = gradient.to(dtype)
+            else:
+                kept.add_(gradient)
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """Returns what is kept in a wider dtype, by number of the original parameter in the flat parameter."""
+        wide, self._wide = self._wide, {}
+        return {self._listing.first + number: gradient for number, gradient in wide.items()}
+
+    def are_there(self) -> bool:
+        """Whether any original parameter has a gradient of this rank's own."""
+        with as_tensors():
+            return bool(self._wide) or any(m.param.grad is not None for m in self._listing.originals)
+
+    def drop(self) -> None:
+        """Discards them."""
+        self._wide.clear()
+        with as_tensors():
+            for m in self._listing.originals:
+                m.param.grad = None
+
+    def are_waiting(self) -> bool:
+        """Whether gradients of this rank wait for a reduction, and nobody has cleared them."""
+        return not self._standing.was_touched(self._listing.param) and self.are_there()
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
+        listing = self._listing
+        if id(listing.param) in stepped and self.are_waiting():
+            raise LifecycleError(
+                f"rank {listing.group.ranks[listing.group.rank]}: step() comes after a backward inside of no_sync(): "
+                f"gradients of {listing.label} are this rank's own, were not reduced, and the step "
+                "would leave them out. Run the last backward before a step outside of no_sync(), or call zero_grad()"
+            )
+
+    def forget_if_cleared(self) -> None:
+        """Clears the original parameters' gradients, before anything is added, if the shard's was cleared."""
+        if not self._standing.was_touched(self._listing.param):
+            return
+        self._standing.forget()
+        if not self.are_there():
+            return  # they were reduced meanwhile
+        now = self._listing.param.grad
+        are_kept = None if now is None else now.any()
+        if are_kept is not None and not self._listing.group.backend.has_storage:
+            with as_tensors():  # as data: to read it would run what was recorded
+                for m in self._listing.originals:
+                    g = m.param.grad
+                    m.param.grad = None if g is None else torch.where(are_kept, g, 0)
+        elif are_kept is None or not bool(are_kept):
+            self.drop()
+
+
+class StepCheck(Protocol):
+    """Knows whether gradients wait for something that comes before a step."""
+
+    def are_waiting(self) -> bool:
+        """Whether they do."""
+
+    def check_step(self, stepped: set[int]) -> None:
+        """Raises LifecycleError if those of parameters with any of these ids do."""
+
+
+class RefuseSteps:
+    """Takes part in steps while gradients wait for a reduction, or for other micro-batches."""
+
+    def __init__(self) -> None:
+        self._waiting: weakref.WeakSet[StepCheck] = weakref.WeakSet()
+        self._lock = threading.Lock()  # ranks may be threads of one process
+
+    def note(self, local: StepCheck) -> None:
+        """Notes that its gradients may wait."""
+        take_part(self)
+        with self._lock:
+            self._waiting.add(local)
+
+    def before(self, optimizer: Optimizer) -> None:
+        if not self._waiting:
+            return
+        stepped = {id(changed_by_steps(p)) for group in optimizer.param_groups for p in group["params"]}
+        with self._lock:
+            waiting = list(self._waiting)
+            self._waiting.difference_update([local for local in waiting if not local.are_waiting()])
+        # a block that gradients wait for says more than what keeps them
+        for local in sorted(waiting, key=lambda each: isinstance(each, LocalGradients)):
+            local.check_step(stepped)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Does nothing: nothing was done before."""
+
+
+refuse_steps = RefuseSteps()

@@ -81,19 +81,17 @@ class Options:
 
     group: ProcessGroup = None
     replicas: ProcessGroup = None
-    precision: PrecisionPolicy = field(default_factory=PrecisionPolicy)
-    reshard: ReshardPolicy = field(default_factory=ReshardPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    reduce: ReducePolicy = field(default_factory=ReducePolicy)
+    precision: PrecisionPolicy = PrecisionPolicy()
+    reshard: ReshardPolicy = ReshardPolicy()
+    offload: OffloadPolicy = OffloadPolicy()
+    reduce: ReducePolicy = ReducePolicy()
     flatten: bool = True
     sync_module_states: bool = True
     device: torch.device | None = None
     backend: str | Backend | None = None
     dtensors: bool = False
     mesh: DeviceMesh | None = None
-    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = field(
-        default_factory=lambda: AlignedLayout(None)
-    )
+    layout: Callable[[Sequence[torch.Size], int], ShardLayout] = AlignedLayout(None)
     placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
@@ -293,12 +291,21 @@ def state_of(module: nn.Module) -> ShardingState | None:
     return state if state is not None and state.door is module else None
 
 
-def named_units(module: nn.Module) -> Iterator[tuple[str, ShardingState]]:
-    """Yields the units at and below a module with the paths of their doors, the outermost first."""
-    for path, m in module.named_modules():
-        state = state_of(m)
-        if state is not None:
-            yield path, state
+def named_units(module: nn.Module) -> list[tuple[str, ShardingState]]:
+    """Lists the units at and below a module with the paths of their doors, the outermost first."""
+    found: list[tuple[str, ShardingState]] = []
+    seen, waiting = set[nn.Module](), [("", module)]
+    while waiting:
+        path, m = waiting.pop()
+        if m in seen:
+            continue
+        seen.add(m)
+        if id(m) in _states and (state := state_of(m)) is not None:
+            found.append((path, state))
+        for name, child in reversed(m._modules.items()):
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))
+    return found
 
 
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
@@ -339,20 +346,7 @@ def modules_outside_units(
 
 def units_in(module: nn.Module, own: ShardingState | None = None) -> list[ShardingState]:
     """Lists the units of a module, and of what is inside of it, the outermost first; without its ``own``."""
-    found: list[ShardingState] = []
-    seen, waiting = set[nn.Module](), [module]
-    while waiting:
-        m = waiting.pop()
-        if m in seen:
-            continue
-        seen.add(m)
-        below = state_of(m) if id(m) in _states else None
-        if below is not None and below is not own:
-            found.append(below)
-        for child in reversed(m._modules.values()):
-            if child is not None:
-                waiting.append(child)
-    return found
+    return [state for _, state in named_units(module) if state is not own]
 
 
 @contextlib.contextmanager

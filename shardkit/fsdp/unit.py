@@ -2,169 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch.optim import Optimizer
 
 from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
-from ..optimizers.shards import changed_by_steps
-from ..optimizers.stepping import take_part
 from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
-from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
 from .custom_comms import OWN, CustomComms, sent_by
-from .flat_param import FlatParam, Registered
-from .gradients import GradientPack, StoredPack, pack_for
+from .flat_param import FlatParam
+from .gradients import GradientPack, LocalGradients, StoredPack, pack_for
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .store import KEPT, SUMMONED, Store, start_together
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-
-class LocalGradients:
-    """Gradients of this rank's own that ``no_sync`` keeps for one registered parameter.
-
-    After a backward inside ``no_sync`` the original parameters hold this rank's gradients, and the registered
-    parameter, the shard, has nothing new. It gets a gradient of zeros all the same: ``optimizer.zero_grad()`` in any
-    form changes that one, and so says that the original parameters' gradients are to be forgotten too.
-
-    Gradients of a narrower dtype than the one in which they travel are kept in that one, or what is small would be lost
-    to what has added up; autograd wants those of a parameter in the parameter's dtype, so they are kept here.
-    """
-
-    def __init__(self, listing: Registered) -> None:
-        self._listing = listing
-        self._standing = StandingGradient()
-        self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
-
-    def note(self, pack: GradientPack) -> None:
-        """Notes that a backward inside ``no_sync`` has ended; ``pack`` would have reduced the gradients."""
-        listing = self._listing
-        self.widen(pack.dtype)
-        if not self.are_there():
-            return
-        if listing.param.grad is None:
-            listing.param.grad = torch.zeros_like(listing.param, requires_grad=False)
-            pack.clear_unused(listing)
-        self._standing.stand(listing.param, listing.param.grad)
-        refuse_steps.note(self)
-
-    @torch.no_grad()
-    def widen(self, dtype: torch.dtype) -> None:
-        """Adds the original parameters' gradients to those that are kept in a wider dtype, if this one is wider."""
-        for number, original in enumerate(self._listing.originals):
-            with as_tensors():
-                gradient = original.param.grad
-                if gradient is None or not gradient.is_floating_point() or gradient.is_sparse:
-                    continue
-                if dtype.itemsize <= gradient.dtype.itemsize:
-                    return
-                original.param.grad = None
-            kept = self._wide.get(number)
-            if kept is None:
-                self._wide[number] = gradient.to(dtype)
-            else:
-                kept.add_(gradient)
-
-    def take(self) -> dict[int, torch.Tensor]:
-        """Returns what is kept in a wider dtype, by number of the original parameter in the flat parameter."""
-        wide, self._wide = self._wide, {}
-        return {self._listing.first + number: gradient for number, gradient in wide.items()}
-
-    def are_there(self) -> bool:
-        """Whether any original parameter has a gradient of this rank's own."""
-        with as_tensors():
-            return bool(self._wide) or any(m.param.grad is not None for m in self._listing.originals)
-
-    def drop(self) -> None:
-        """Discards them."""
-        self._wide.clear()
-        with as_tensors():
-            for m in self._listing.originals:
-                m.param.grad = None
-
-    def are_waiting(self) -> bool:
-        """Whether gradients of this rank wait for a reduction, and nobody has cleared them."""
-        return not self._standing.was_touched(self._listing.param) and self.are_there()
-
-    def check_step(self, stepped: set[int]) -> None:
-        """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
-        listing = self._listing
-        if id(listing.param) in stepped and self.are_waiting():
-            raise LifecycleError(
-                f"rank {listing.group.ranks[listing.group.rank]}: step() comes after a backward inside of no_sync(): "
-                f"gradients of {listing.label} are this rank's own, were not reduced, and the step "
-                "would leave them out. Run the last backward before a step outside of no_sync(), or call zero_grad()"
-            )
-
-    def forget_if_cleared(self) -> None:
-        """Clears the original parameters' gradients, before anything is added, if the shard's was cleared."""
-        if not self._standing.was_touched(self._listing.param):
-            return
-        self._standing.forget()
-        if not self.are_there():
-            return  # they were reduced meanwhile
-        now = self._listing.param.grad
-        are_kept = None if now is None else now.any()
-        if are_kept is not None and not self._listing.group.backend.has_storage:
-            with as_tensors():  # as data: to read it would run what was recorded
-                for m in self._listing.originals:
-                    g = m.param.grad
-                    m.param.grad = None if g is None else torch.where(are_kept, g, 0)
-        elif are_kept is None or not bool(are_kept):
-            self.drop()
-
-
-class StepCheck(Protocol):
-    """Knows whether gradients wait for something that comes before a step."""
-
-    def are_waiting(self) -> bool:
-        """Whether they do."""
-
-    def check_step(self, stepped: set[int]) -> None:
-        """Raises LifecycleError if those of parameters with any of these ids do."""
-
-
-class RefuseSteps:
-    """Takes part in steps while gradients wait for a reduction, or for other micro-batches."""
-
-    def __init__(self) -> None:
-        self._waiting: weakref.WeakSet[StepCheck] = weakref.WeakSet()
-        self._lock = threading.Lock()  # ranks may be threads of one process
-
-    def note(self, local: StepCheck) -> None:
-        """Notes that its gradients may wait."""
-        take_part(self)
-        with self._lock:
-            self._waiting.add(local)
-
-    def before(self, optimizer: Optimizer) -> None:
-        if not self._waiting:
-            return
-        stepped = {id(changed_by_steps(p)) for group in optimizer.param_groups for p in group["params"]}
-        with self._lock:
-            waiting = list(self._waiting)
-            self._waiting.difference_update([local for local in waiting if not local.are_waiting()])
-        # a block that gradients wait for says more than what keeps them
-        for local in sorted(waiting, key=lambda each: isinstance(each, LocalGradients)):
-            local.check_step(stepped)
-
-    def after(self, optimizer: Optimizer) -> None:
-        """Does nothing: nothing was done before."""
-
-
-refuse_steps = RefuseSteps()
 
 
 _requires_grad = attrgetter("param.requires_grad")
@@ -192,7 +52,7 @@ class Unit:
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
         reduced: its gradients were sent in this backward.
-        packs: reduce the gradients of each of its flat parameters.
+        packs: reduce the gradients of each of its flat parameters; made with the engine.
         sent: those of them that have something to send.
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
@@ -284,27 +144,35 @@ class Unit:
         """Listens to the gradients of the original parameters that are trainable now."""
         if self._fired:
             self._hooks.remove()
-        self.packs, self.sent, self._fired, self.has_frozen = [], [], [], False
+        self._fired, self.has_frozen = [], False
         with as_tensors():
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
             for flat in self.flats:
-                pack = pack_for(flat, self.replicas, self.reduce, self.divisors, self.comms)
-                self.packs.append(pack)
-                if pack.trains:
-                    self.sent.append(pack)
-                flat.trains, flat.reduce = pack.trains, self.reduce
-                self.has_frozen = self.has_frozen or not all(pack.trainable)
-                for number in compress(range(len(pack.trainable)), pack.trainable):
+                # all ranks connect it here, whichever root each of them calls first
+                flat.group.channel("gradients")
+                flat.trainable = trainable = list(map(_requires_grad, flat.originals))
+                flat.trains, flat.reduce = True in trainable, self.reduce
+                self.has_frozen = self.has_frozen or False in trainable
+                for number in compress(range(len(trainable)), trainable):
                     after = self._after(len(self._fired), flat, number)
                     self._hooks.attach(flat.originals[number].param, None, after)
                     self._fired.append(False)
         self.waiting = len(self._fired)
+        if self.engine is not None:
+            self.run_by(self.engine)
+
+    def run_by(self, engine: Engine) -> None:
+        """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
+        self.engine, self.enter_backward = engine, partial(engine.reach, self)
+        terms = self.replicas, self.reduce, self.divisors, self.comms
+        self.packs = [pack_for(flat, *terms) for flat in self.flats]
+        self.sent = [pack for pack in self.packs if pack.trains]
 
     def notice_trainable(self) -> bool:
         """Follows what was frozen or unfrozen, in the listed parameters or the original ones; whether any was."""
         changed = False
-        for flat, pack, trained in zip(self.flats, self.packs, self._trained, strict=True):
+        for flat, trained in zip(self.flats, self._trained, strict=True):
             now = list(map(_requires_grad, flat.listings))
             if now != trained:
                 for listing, listed, before in zip(flat.listings, now, trained, strict=True):
@@ -312,7 +180,7 @@ class Unit:
                         original.param.requires_grad_(listed)
             with as_tensors():
                 trainable = list(map(_requires_grad, flat.originals))
-            if trainable != pack.trainable:
+            if trainable != flat.trainable:
                 changed = True
                 for name, original, trains in zip(flat.names, flat.originals, trainable, strict=True):
                     if trains:
