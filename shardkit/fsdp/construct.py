@@ -966,8 +966,9 @@ def check_pickled(state: ShardingState) -> None:
     if state.summoned is not None:
         raise copy_when_summoned(state.group.rank)
     if state.replicas is not None or state.unit.comms.are_custom:
+        comms = "messages that others send (set_custom_all_gather, set_all_reduce_hook, ...)"
         raise ConfigurationError(
-            "an FSDP module with replicas, or with messages of its own (set_custom_all_gather, set_all_reduce_hook), "
-            "can't be pickled: groups of ranks can't, and without them gradients would not be averaged. Save "
-            "state_dict(), or use copy.deepcopy(), which keeps the groups"
+            f"an FSDP module with {comms if state.replicas is None else 'replicas'} can't be pickled: groups of "
+            "ranks can't, and without them gradients would not be averaged. Save state_dict(), or use "
+            "copy.deepcopy(), which keeps the groups"
         )

@@ -661,7 +661,7 @@ def test_hooks_behind_reductions(rank: int) -> None:
         assert_same(model, plain, rtol=0, atol=1e-6)
     with pytest.raises(ConfigurationError, match="not for ranks with replicas"):
         native.set_all_reduce_hook(halve, stream=torch.Stream)  # type: ignore[operator]
-    with pytest.raises(ConfigurationError, match="with messages of its own"):
+    with pytest.raises(ConfigurationError, match="with messages that others send"):
         pickle.dumps(by_hook)
 
 
