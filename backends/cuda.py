@@ -29,10 +29,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .accelerator import AcceleratorBackend
+from .accelerator import AcceleratorBackend, StreamGroup
 from .c10d.connections import process_group_over
 from .c10d.group import C10dGroup
-from .c10d.stream_group import StreamGroup
 from .forked import first_in_fork
 
 _CUDA = torch.device("cuda")

@@ -21,7 +21,7 @@ from torch.futures import Future
 from shardkit.errors import ConfigurationError
 from shardkit.types import Tree
 
-from . import collectives as compute
+from . import group as compute
 from .group import SimulatedGroup, SimulatedWork
 
 

@@ -34,7 +34,7 @@ from shardkit.backend import not_compiled
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, StateDict, Tree
 
-from ..worlds import worlds_of_ranks
+from ..eager import worlds_of_ranks
 from .cpu_replicas import World
 from .meeting import ReplicaCall
 from .runtime import Groups, Replica

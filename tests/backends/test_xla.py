@@ -294,7 +294,7 @@ def _beside_gloo(*, started: bool) -> None:
     """Where XLA has an accelerator, a default group over gloo hides it only from a process that doesn't use it."""
     import torch.distributed as dist
 
-    from shardkit.backends.xla import backend
+    from shardkit.backends import xla as backend
     from shardkit.xla import ranks, xla_multiprocessing
 
     known = backend.has_accelerator

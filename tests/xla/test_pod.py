@@ -290,7 +290,7 @@ def train_zero(rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ what construction costs
 def exchanges_of_construction(rank: int, units: int, options: dict[str, Any]) -> list[str]:
     """Labels of this replica's exchanges while a model of so many units, and a root, is built."""
-    from shardkit.backends.xla.backend import XlaBackend
+    from shardkit.backends.xla import XlaBackend
 
     backend = get_backend("xla")
     assert isinstance(backend, XlaBackend)
