@@ -29,8 +29,8 @@ from shardkit.backend import DONE, Backend, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import ProcessGroup, Tree
 
-from .c10d.connections import process_group_over
 from .c10d.group import NUMBERS, OPS, After, C10dGroup, C10dWork, KnownGroups, TorchWork, as_bytes, as_real
+from .connections import process_group_over
 from .diagnosis.stack_report import Call, CallFacts
 from .diagnosis.watchdog import Watch
 from .eager import EagerBackend

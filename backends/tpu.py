@@ -38,8 +38,8 @@ from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import T
 
 from .accelerator import AcceleratorBackend, StreamGroup, is_even
-from .c10d.connections import process_group_over
 from .c10d.group import NUMBERS, C10dGroup, as_bytes, as_real
+from .connections import process_group_over
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 TOPOLOGY = "TORCH_TPU_TOPOLOGY"

@@ -274,12 +274,7 @@ class SlowMoDataParallel(nn.Module):
         is_push = SlowMoBaseAlgorithm(algorithm) is SlowMoBaseAlgorithm.SGP
         self._localsgd_frequency = localsgd_frequency if several and not is_push else 0
         self._slow = slow or SlowMomentumOptions()
-        self._slow_momentum = SlowMomentum(
-            nodes.world,
-            self._slow.momentum,
-            self._slow.lr,
-            min(nodes.world.world_size, self._slow.shards),
-        )
+        self._slow_momentum = SlowMomentum(nodes.world, self._slow.momentum, self._slow.lr, self._slow.shards)
         self._steps = 0
         self._push: StochasticGradientPush | None = None
         if several and is_push:
