@@ -101,7 +101,7 @@ class XlaBackend(Backend):
     def _replica(self) -> Replica:
         import torch_xla
 
-        from .cpu_replicas import current_world
+        from .runtime import current_world, runtime_replica
 
         world = current_world()
         if world is not None:
@@ -113,8 +113,6 @@ class XlaBackend(Backend):
             return replica
         ordinal = torch_xla._XLAC._xla_get_default_device_ordinal()
         if ordinal not in self._runtime_replicas:
-            from .runtime import runtime_replica
-
             replica = runtime_replica()
             started = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             if replica.world_size == 1 < started:  # else each would train by itself, unnoticed
@@ -129,7 +127,7 @@ class XlaBackend(Backend):
 
 def in_replica() -> bool:
     """Says whether this process holds replicas on a CPU, of which the caller is one."""
-    world = sys.modules.get("shardkit.backends.xla.cpu_replicas")
+    world = sys.modules.get("shardkit.backends.xla.runtime")
     return world is not None and world.current_world() is not None
 
 
@@ -138,7 +136,7 @@ def sleep(seconds: float) -> None:
     if not in_replica():
         time.sleep(seconds)
         return
-    from .cpu_replicas import current_world
+    from .runtime import current_world
 
     if (world := current_world()) is not None:
         with world.turns.given(world.here().rank):

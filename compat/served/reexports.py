@@ -15,6 +15,7 @@ MOVED = {
     "evaluation": "training.evaluation",
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
+    "experimental.nn.data_parallel.gossip.distributed": "experimental.nn.data_parallel.gossip",
     "experimental.nn.data_parallel.gossip.utils.helpers": "experimental.nn.data_parallel.gossip.utils",
     "experimental.optim.dynamic_loss_scaler": "experimental.optim",
     "extra.dynamic_loss_scaler": "experimental.optim",
@@ -35,6 +36,7 @@ MOVED = {
     "internal.containers": "internal.params",
     "internal.parallel": "internal.params",
     "internal.reduce_scatter_bucketer": "internal.params",
+    "nn.data_parallel.sharded_ddp": "nn.data_parallel",
     "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
     "pipeline.partition": "pipeline.microbatch",
@@ -58,18 +60,13 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
-    "experimental.nn.data_parallel.gossip.gossiper: PushPull, PushSum; "
     "experimental.nn.data_parallel.gossip.graph_manager: DynamicBipartiteExponentialGraph, "
-    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, "
-    "GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, RingGraph, UniformMixing; "
-    "experimental.nn.data_parallel.gossip.utils: communicate; "
+    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, Gossiper, "
+    "GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, "
+    "NPeerDynamicDirectedExponentialGraph as NPDDEGraph, PushPull, PushSum, RingGraph, UniformMixing; "
+    "experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, create_event_recorder, "
+    "create_process_group, flatten_tensors, group_by_dtype, make_logger, unflatten_tensors; "
     "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder",
-    "experimental.nn.data_parallel.gossip.distributed":
-    "experimental.nn.data_parallel.gossip.gossiper: Gossiper, PushPull, PushSum; "
-    "experimental.nn.data_parallel.gossip.graph_manager: NPeerDynamicDirectedExponentialGraph as "
-    "NPDDEGraph, UniformMixing; experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, "
-    "create_event_recorder, create_process_group, flatten_tensors, group_by_dtype, make_logger, "
-    "unflatten_tensors",
     "experimental.nn.data_parallel.gossip.gossiper":
     "experimental.nn.data_parallel.gossip.graph_manager: Gossiper, GraphManager, MixingManager, PushPull, "
     "PushSum, UniformMixing, dist_backend",
@@ -125,6 +122,7 @@ REEXPORTED = {
     "patch_batchnorm, thread_local",
     "nn.checkpoint.checkpoint_utils": "wrapping.activations: patch_batchnorm",
     "nn.data_parallel":
+    "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank; "
     "nn.data_parallel.fully_sharded_data_parallel: OffloadConfig, TrainingState, no_pre_load_state_dict_hook",
     "nn.data_parallel.fsdp_optim_utils":
     "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
@@ -134,8 +132,6 @@ REEXPORTED = {
     "FlattenParamsWrapper; internal.params: ReduceScatterBucketer, apply_to_tensors, calc_grad_norm, "
     "chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, recursive_copy_to_device, "
     "replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
-    "nn.data_parallel.sharded_ddp":
-    "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank",
     "nn.misc.checkpoint_activations":
     "nn.checkpoint: checkpoint_wrapper; wrapping.activations: CheckpointFunction, disable_checkpointing, "
     "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",

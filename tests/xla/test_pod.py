@@ -19,7 +19,7 @@ from tests.xla.models import batch, build
 pytest.importorskip("torch_xla")
 
 from shardkit.backends.xla import runtime
-from shardkit.backends.xla.cpu_replicas import Rules, rules_here
+from shardkit.backends.xla.runtime import Rules, rules_here
 
 pytestmark = pytest.mark.xla
 
@@ -72,7 +72,7 @@ def _more_in_one_part(rank: int) -> Any:
 
 def _other_parts(rank: int) -> Any:
     """All groups are of two ranks, but don't divide the four."""
-    from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.runtime import current_world
 
     world = current_world()
     assert world is not None

@@ -20,11 +20,7 @@ import torch.distributed as dist
 from shardkit import backend as backends
 from shardkit.backend import Group, Pool, get_backend, is_group
 from shardkit.backends.simulated import Line, SimulatedBackend, SimulatedGroup, enter_group
-from shardkit.backends.simulated.process_group import (
-    DevicesOnHost,
-    ProcessGroupOfThreads,
-    host_for_devices,
-)
+from shardkit.backends.simulated.process_group import DevicesOnHost, ProcessGroupOfThreads, host_for_devices
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.types import Args, ProcessGroup, Tree
