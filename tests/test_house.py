@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_935  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_530,
-    "compat": 9_650,
+    "backends": 7_421,
+    "compat": 9_608,
     "shardkit": 2_400,  # the files right there
     "shardkit/checkpoint": 6_775,
     "shardkit/flattening": 885,
