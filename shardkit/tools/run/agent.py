@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,10 +30,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from ...errors import ConfigurationError
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
+from ...tracing.tracer import read_plan
 from ..doctor.network import is_reachable
-from . import RunOptions
 from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
@@ -45,6 +47,70 @@ _EXIT_BARRIER = 60.0
 _PERIOD, _TELLING = 0.5, 1.5  # seconds between beats, and that telling takes at most
 LEFT = "left with status 0 in mid-training"
 SILENCE = 6.0  # seconds after which a machine is taken to be lost
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of ``shardkit run``; its help says what each option is, with its default.
+
+    Attributes:
+        program: ``[-m] PROGRAM ARGUMENTS``.
+        command: the line that starts it again.
+        least: ranks of a machine that it goes on with (``--min-ranks``); None: all.
+    """
+
+    program: Sequence[str]
+    command: str
+    ranks: int
+    nodes: tuple[int, int]
+    rendezvous: str
+    restarts: int
+    least: int | None
+    id: str
+    runs: Path
+    join_timeout: int
+    trace: str
+    grace: float
+    stuck_after: float
+
+    def __post_init__(self) -> None:
+        least, most = self.nodes
+        if not 1 <= least <= most:
+            raise ConfigurationError(f"--nodes {least}:{most}: write MIN:MAX with 1 <= MIN <= MAX")
+        if self.ranks < 1:
+            raise ConfigurationError(f"--ranks {self.ranks}: a machine has at least one")
+        if self.least is not None and not 1 <= self.least <= self.ranks:
+            raise ConfigurationError(f"--min-ranks {self.least}: between 1 and --ranks, {self.ranks}")
+        if self.restarts < 0:
+            raise ConfigurationError(f"--restarts {self.restarts}: at least 0")
+        if not (self.grace >= 0 and self.stuck_after >= 0):
+            raise ConfigurationError(
+                f"--grace {self.grace:g} --stuck-after {self.stuck_after:g}: at least 0 seconds"
+            )
+        if self.least not in (None, self.ranks) and self.restarts < 2:
+            raise ConfigurationError(
+                "--min-ranks needs --restarts of at least 2: a rank has to fail twice before others go on without it"
+            )
+        if most > 1 and not self.rendezvous:
+            raise ConfigurationError(
+                "--nodes above 1 needs --rdzv HOST:PORT, the same everywhere: a machine of the job, and a free port"
+            )
+        if most > 1 and not self._id():
+            raise ConfigurationError(
+                "--nodes above 1 needs --id NAME, the same everywhere and new for every job"
+            )
+        if self.trace:
+            read_plan(self.trace, "--trace")
+        name = self.program[0] if self.program else ""
+        if name != "-m" and not Path(name).is_file():
+            raise ConfigurationError(f"there is no program {name!r}; for a module write -m MODULE")
+
+    def _id(self) -> str:
+        return self.id or os.environ.get("SLURM_JOB_ID", "")
+
+    @property
+    def name(self) -> str:
+        return self._id() or time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid() % 1000:03}"
 
 
 @dataclass

@@ -21,8 +21,7 @@ from ...errors import ConfigurationError
 from ...launching.run_folder import RUN_DIR, RunFolder
 from ...tracing.tracer import VARIABLE as TRACE
 from ..doctor.network import can_host, interface_of, own_address
-from . import RunOptions
-from .agent import Agent, RankLogs, RunOnMachine
+from .agent import Agent, RankLogs, RunOnMachine, RunOptions
 from .news import STOPPED, News, last_checkpoint
 
 _TICK = 0.1
