@@ -88,10 +88,6 @@ def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("--tolerance", type=float, default=0.0, help="so much may elements differ (default: 0)")
 
     convert = commands.add_parser("convert", parents=[common, reading], help="writes another format")
-    _convert_arguments(convert)
-
-
-def _convert_arguments(convert: argparse.ArgumentParser) -> None:
     add = convert.add_argument
     add("source", metavar="SRC")
     add("target", metavar="DST", help="a folder; with --to torch, and fairscale without --ranks, a file")
@@ -574,8 +570,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from shardkit.tools.run import launcher
-    from shardkit.tools.run.agent import RunOptions
+    from shardkit.tools.run.agent import RunOptions, run
 
     names = {field.name for field in fields(RunOptions)}
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -585,7 +580,7 @@ def _run(options: argparse.Namespace) -> int:
         import torch
 
         given["ranks"] = torch.accelerator.device_count() or 1
-    return launcher.run(RunOptions(**given))
+    return run(RunOptions(**given))
 
 
 def _nodes(text: str) -> tuple[int, int]:

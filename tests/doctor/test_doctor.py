@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.doctor import ERROR, NOTE, WARNING, Finding, examine, in_order, network
+from shardkit.tools.doctor import examine, network
 from shardkit.tools.doctor.examine import Link, _names, check_links, check_segments
+from shardkit.tools.doctor.network import ERROR, NOTE, WARNING, Finding, in_order
 
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
 

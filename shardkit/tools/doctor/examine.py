@@ -32,8 +32,18 @@ from ...launching.started import started_rank
 from ...tracing.tables import counted
 from ...types import T
 from ...version import __version_tuple__
-from . import ERROR, NOTE, WARNING, Finding, in_order
-from .network import check_names, check_own_address, interfaces, machine_id, own_name
+from .network import (
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    check_names,
+    check_own_address,
+    in_order,
+    interfaces,
+    machine_id,
+    own_name,
+)
 
 _RANKS = 3  # of its own: enough to tell what each further one needs
 _SECONDS = 60.0  # that the ranks may take
