@@ -228,7 +228,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     """Prints the report, on rank 0."""
-    from shardkit.tools.doctor.examine import as_data, as_text, examine
+    from shardkit.tools.doctor import as_data, as_text, examine
 
     report = examine(options.ranks)
     if report is None:

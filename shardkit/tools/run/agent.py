@@ -40,7 +40,7 @@ from ...launching.run_folder import RUN_DIR, RunFolder, steps_of
 from ...tracing.tables import counted
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
-from ..doctor.network import can_host, interface_of, is_reachable, own_address
+from ..doctor import can_host, interface_of, is_reachable, own_address
 from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 

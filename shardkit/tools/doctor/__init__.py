@@ -1,1 +1,0 @@
-"""Looks at machines before a job does: ``shardkit doctor``."""
