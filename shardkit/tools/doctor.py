@@ -615,7 +615,7 @@ def check_variables(environment: Mapping[str, str], devices: int) -> Iterator[Fi
         )
 
 
-# ------------------------------------------------------------ interfaces, and what the libraries that send will make of them
+# ------------------------------------------------------------ interfaces, and what libraries that send make of them
 _SIOCGIFADDR = 0x8915
 _NAMED_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -772,8 +772,3 @@ def is_reachable(rendezvous: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def interface_of(address: str) -> str:
-    """Returns the interface that has this address (IPv4); "" if unknown."""
-    return next((name for name, facts in interfaces().items() if facts["address"] == address), "")

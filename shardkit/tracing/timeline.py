@@ -39,7 +39,7 @@ from ..errors import DamagedFileError
 from ..types import Kwargs
 from .ranges import What, now
 
-ROUNDS = 8
+_ROUNDS = 8  # of messages, by which clocks are compared
 
 
 class ClockReading(NamedTuple):
@@ -56,13 +56,13 @@ class ClockReading(NamedTuple):
     error: float
 
 
-def compare_clocks(group: Group, rounds: int = ROUNDS) -> ClockReading:
+def compare_clocks(group: Group) -> ClockReading:
     """Compares the clocks of this rank and rank 0 (collective)."""
     if group.world_size == 1:
         return ClockReading(now(), 0.0, 0.0)
     control = group.channel("control")
     bounds = [2**62] * group.world_size  # this rank's clock minus the other's is at most that
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         sent = now()
         answers = control.all_gather_bytes(struct.pack("<q", sent), label="clocks of ranks")
         arrived = now()

@@ -40,7 +40,7 @@ from ...launching.run_folder import RUN_DIR, RunFolder, steps_of
 from ...tracing.tables import counted
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
-from ..doctor import can_host, interface_of, is_reachable, own_address
+from ..doctor import can_host, interfaces, is_reachable, own_address
 from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
@@ -645,7 +645,8 @@ class _Running:
         is_host = True
         if options.rendezvous:
             is_host = can_host(options.rendezvous)
-            interface = interface_of(self._address)
+            known = interfaces().items()
+            interface = next((name for name, facts in known if facts["address"] == self._address), "")
             if interface:  # gloo would take the one that the machine's name stands for
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
