@@ -539,7 +539,9 @@ class Gather:
 
 
 class Scatter(Gather):
-    """Exchanges parts, and adds them up."""
+    """Exchanges parts, and adds them up; forms their mean where it may be asked for that."""
+
+    only_sums = False
 
     def __call__(  # type: ignore[override]
         self,
@@ -553,7 +555,7 @@ class Scatter(Gather):
         came = torch.empty_like(input_tensor)
         dist.all_to_all_single(came, input_tensor, group=group)
         torch.sum(came.view(group.size(), -1), 0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
+        if op == dist.ReduceOp.AVG and not self.only_sums:
             output_tensor.div_(group.size())
         else:
             assert op == dist.ReduceOp.SUM
@@ -598,6 +600,7 @@ def test_messages_that_the_user_sends(rank: int) -> None:
                 m.set_custom_all_gather(comms[-1][0])
                 m.set_custom_reduce_scatter(comms[-1][1])
                 m.set_force_sum_reduction_for_comms(sums)
+                comms[-1][1].only_sums = sums  # type: ignore[attr-defined]
                 if factor:
                     m.set_gradient_divide_factor(factor)
         trained = [*models[: len(comms)], plain]
