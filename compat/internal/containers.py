@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardkit.errors import ConfigurationError
-from shardkit.flattening.keys import rename_prefix
+from shardkit.flattening.flat_parameter import rename_prefix
 from shardkit.types import Args, Kwargs, StateDict, Tree
 
 

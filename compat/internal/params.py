@@ -14,8 +14,8 @@ from torch import nn
 from shardkit.backend import Group, ReduceOp, backend_for_device, backend_of_job
 from shardkit.errors import BackendError
 from shardkit.internal.containers import recursive_copy_to_device as recursive_copy_to_device
-from shardkit.reduction.norms import local_norm
-from shardkit.torch_seams.tensor_facts import alike
+from shardkit.reduction.shard_gradients import local_norm
+from shardkit.torch_seams.tensors import alike
 from shardkit.types import AnyCallable, Tree
 
 

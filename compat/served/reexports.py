@@ -30,6 +30,7 @@ MOVED = {
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "model_parallel.random": "model_parallel.groups",
     "model_parallel.regions": "model_parallel.layers",
     "nn.data_parallel.fsdp_facts": "nn.data_parallel.fully_sharded_data_parallel",
     "optim.utils": "internal.params",
@@ -130,7 +131,7 @@ REEXPORTED = {
     "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
     "check_param_counts_before_sharding, is_singleton_tensor",
     "nn.data_parallel.fully_sharded_data_parallel":
-    "flattening.keys: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
+    "flattening.flat_parameter: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
     "FlattenParamsWrapper; internal.containers: apply_to_tensors, recursive_copy_to_device, "
     "replace_by_prefix_; internal.parallel: chunk_and_pad, enable_pytorch_sync_bn, "
     "validate_process_group; internal.params: calc_grad_norm; internal.reduce_scatter_bucketer: "
@@ -141,7 +142,7 @@ REEXPORTED = {
     "nn.checkpoint: checkpoint_wrapper; wrapping.activations: CheckpointFunction, disable_checkpointing, "
     "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
     "nn.misc.flatten_params_wrapper":
-    "flattening.flat_parameter: FlatParameter, ParamGroups; flattening.keys: WRAPPED; flattening.wrapper: "
+    "flattening.flat_parameter: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
     "FlattenParamsWrapper; internal.containers: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
     "_pre_load_state_dict_hook",
     "nn.misc.param_bucket": "flattening.bucket: Bucket, GradBucket, ParamBucket",
@@ -166,8 +167,8 @@ REEXPORTED = {
     "model_parallel.regions: copy_to_model_parallel_region, gather_from_model_parallel_region, "
     "reduce_from_model_parallel_region, scatter_to_model_parallel_region",
     "nn.model_parallel.random":
-    "model_parallel.groups: get_data_parallel_rank, get_model_parallel_rank; model_parallel.random: "
-    "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
+    "model_parallel.groups: CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, get_data_parallel_rank, "
+    "get_model_parallel_rank, model_parallel_cuda_manual_seed",
     "nn.model_parallel.utils":
     "model_parallel.groups: VocabUtility, divide_and_check_no_remainder, ensure_divisibility, "
     "split_tensor_along_last_dim",

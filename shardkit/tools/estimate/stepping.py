@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigurationError, ShardkitError
-from ...torch_seams.live_memory import LiveTensors
+from ...torch_seams.tensors import LiveTensors
 from ...types import Args, Kwargs, Tree
 from .devices import CountingBackend, Device, Mark, Tape, Times, as_fsdp2, clocked
 from .subjects import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from shardkit.backends.diagnosis.stack_report import Call, SourceLine, here
 from shardkit.backends.simulated.group import SimulatedGroup
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
-from shardkit.optimizers.stepping import take_part
-from shardkit.torch_seams.live_memory import LiveTensors, parts_with_memory
+from shardkit.optimizers.shards import take_part
+from shardkit.torch_seams.tensors import LiveTensors, parts_with_memory
 from shardkit.types import StateDict, Tree
 
 

@@ -22,7 +22,7 @@ from shardkit.backend import Group, ReduceOp, backend_for
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import average_gradients, average_together
 from shardkit.layout import ShardLayout
-from shardkit.oss.buffers import BufferSync, broadcast_module, broadcast_together
+from shardkit.oss.exchange import BufferSync, broadcast_module, broadcast_together
 from shardkit.torch_seams.hooks import BackwardState, tensors_in, watch_outputs
 from shardkit.types import ProcessGroup, StateDict, Tree
 
