@@ -17,8 +17,7 @@ from shardkit.torch_seams.tensors import as_plain
 from shardkit.types import Tree
 
 from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
-from .report import Report
-from .running import rehearse
+from .running import Report, rehearse
 
 
 class RankPart(NamedTuple):
