@@ -19,6 +19,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import threading
 import time
 import weakref
@@ -29,11 +30,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .accelerator import AcceleratorBackend
-from .c10d.connections import process_group_over
+from .accelerator import AcceleratorBackend, StreamGroup
 from .c10d.group import C10dGroup
-from .c10d.stream_group import StreamGroup
-from .forked import first_in_fork
+from .connections import process_group_over
 
 _CUDA = torch.device("cuda")
 _PREFIX = "shardkit/"
@@ -87,7 +86,7 @@ class NcclGroup(StreamGroup):
 # Ours, and the device of each. NCCL's threads have to end before the process does; torch ends only those of groups it
 # made itself.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, torch.device] = weakref.WeakKeyDictionary()
-first_in_fork(_communicators.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_communicators.clear)  # they are the parent's
 
 
 def end_communicators(communicators: Communicators) -> None:

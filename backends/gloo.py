@@ -12,8 +12,8 @@ from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from .c10d.connections import connect_gloo, timeout_of
 from .c10d.group import C10dGroup, KnownGroups
+from .connections import connect_gloo, timeout_of
 from .eager import Host
 from .processes import StartsProcesses
 

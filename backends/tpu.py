@@ -37,10 +37,9 @@ from shardkit.backend import DONE, Copy, ReduceOp, Sizes, Work, WorkThen, check_
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import T
 
-from .accelerator import AcceleratorBackend
-from .c10d.connections import process_group_over
+from .accelerator import AcceleratorBackend, StreamGroup, is_even
 from .c10d.group import NUMBERS, C10dGroup, as_bytes, as_real
-from .c10d.stream_group import StreamGroup, is_even
+from .connections import process_group_over
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 TOPOLOGY = "TORCH_TPU_TOPOLOGY"

@@ -33,12 +33,10 @@ from shardkit.backend import DONE, Backend, ReduceOp, Sizes, Work, check_members
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
+from .. import connections
 from ..diagnosis.stack_report import AGREEMENT, Call, CallFacts, uncounted
 from ..diagnosis.watchdog import STORE_THREAD, NoAnswer, Watch
-from ..eager import GroupInName, RanksInName
-from ..forked import Refusing, belongs_here, check_process_group, refusal
-from ..objects import ObjectsOverTensors
-from .connections import DESTROYED, connect_gloo, never_destroy, register, timeout_of
+from ..eager import GroupInName, ObjectsOverTensors, RanksInName
 
 # ------------------------------------------------------------ tensors on their way
 # In the form in which a library takes them, and what a rank does by itself around what gloo carries.
@@ -349,10 +347,10 @@ class C10dGroup(ObjectsOverTensors):
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
         if process_group is not None:
-            register(process_group, self if self.ends_at_exit else None)
-            belongs_here(self)
+            connections.register(process_group, self if self.ends_at_exit else None)
+            connections.belongs_here(self)
             if parent is None:  # the user's, which lasts as long as torch has it
-                self._timeout = timeout_of(process_group, backend.device_type)
+                self._timeout = connections.timeout_of(process_group, backend.device_type)
                 self.process_group = weakref.proxy(process_group)
             else:
                 self._timeout = parent._timeout
@@ -408,7 +406,7 @@ class C10dGroup(ObjectsOverTensors):
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a process group of the ranks that call this."""
-        return connect_gloo(store, members.index(self.rank), len(members), self._timeout)
+        return connections.connect_gloo(store, members.index(self.rank), len(members), self._timeout)
 
     def close(self) -> None:
         """Ends the connections of all channels and sub-groups; from now on every call raises a LifecycleError.
@@ -419,12 +417,12 @@ class C10dGroup(ObjectsOverTensors):
             group.close()
         self._channels.clear()
         self._watch.close()
-        self.process_group = DESTROYED
+        self.process_group = connections.DESTROYED
 
     def left_behind(self) -> None:
         """Refuses all calls from now on: this process is a fork."""
         rank = self.ranks[self.rank]
-        self.process_group = Refusing(lambda: refusal(rank))
+        self.process_group = connections.Refusing(lambda: connections.refusal(rank))
 
     # ------------------------------------------------------------ agreements
     def agree(self, what: str) -> None:
@@ -665,7 +663,7 @@ class C10dGroup(ObjectsOverTensors):
             try:
                 self._watch.look(call)
             except ShardkitError:
-                never_destroy()
+                connections.never_destroy()
                 raise
             if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
                 self._probe(call)
@@ -678,7 +676,7 @@ class C10dGroup(ObjectsOverTensors):
 
     def _give_up(self, call: Call) -> NoReturn:
         """Raises where nobody knows why ``call`` does not come to its end."""
-        never_destroy()
+        connections.never_destroy()
         message = (
             f"rank {self.rank} waited {self._timeout} (the process group's timeout) in {call.describe()}, and no rank "
             f"says why: a rank of {list(self.ranks)} is stopped or can't be reached. If a step may take as long, pass "
@@ -688,7 +686,7 @@ class C10dGroup(ObjectsOverTensors):
         raise RankLostError(message)
 
     def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
-        never_destroy()
+        connections.never_destroy()
         lost = any(sign in str(error) for sign in _LOST)
         said = self._watch.last_words(call) if lost else ""
         self._watch.fail(said or f"{error} in {call.describe()}", lost=lost and not said)
@@ -778,7 +776,7 @@ class KnownGroups:
                 "init_process_group and new_group"
             )
         if id(pg) not in self._known:
-            check_process_group(pg)
+            connections.check_process_group(pg)
             group = self._make(self._backend, pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
             entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
             self._known[id(pg)] = entry, group

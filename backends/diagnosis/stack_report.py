@@ -79,9 +79,6 @@ class WaitReport(NamedTuple):
         recent = [Call(*call) for call in entry["recent"]]
         return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])
 
-    def has_issued(self, call: Call) -> bool:
-        return self.issued.get(call.channel, 0) >= call.sequence
-
     def contradiction(self, call: Call) -> Call | None:
         """Returns what this rank issued in the place of another rank's ``call``, if they can't meet."""
         place = call[:2]

@@ -51,7 +51,7 @@ from shardkit.errors import OutOfStepError, RankLostError
 from shardkit.progress import listen_to_errors, threads, unfinished
 from shardkit.types import StateDict, T
 
-from ..forked import belongs_here
+from ..connections import belongs_here
 from .stack_report import (
     Call,
     CallFacts,
@@ -334,7 +334,7 @@ class Watch:
         other = theirs.contradiction(call)
         if other is not None:
             return f"is in {other.describe()}"
-        if theirs.has_issued(call):
+        if theirs.issued.get(call.channel, 0) >= call.sequence:
             self._suspects.pop(rank, None)
             return ""
         if theirs.waits is None:

@@ -31,10 +31,10 @@ from shardkit.errors import (
 )
 from shardkit.types import Args, T, Tree
 
+from ..connections import belongs_here, refusal
 from ..diagnosis.stack_report import Call, SourceLine, here, place_of_error
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..eager import HostRandomStates, host_random_states, set_host_random_states
-from ..forked import belongs_here, refusal
 
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 

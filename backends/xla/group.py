@@ -20,7 +20,7 @@ from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_
 from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup
 
-from ..objects import ObjectsOverBytes
+from ..eager import ObjectsOverBytes
 from .meeting import ReplicaCall
 from .pool import pack
 from .runtime import Groups, Replica

@@ -35,7 +35,7 @@ from shardkit.types import AnyCallable, Args, T
 from ..processes import Name, ProcessTime, environment, memory
 
 if TYPE_CHECKING:
-    from .cpu_replicas import ReplicaState, World
+    from .runtime import ReplicaState, World
 
 
 def _here(host: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def start_world(size: int) -> World:
     import torch_xla.runtime
 
     from . import torch_xla_api
-    from .cpu_replicas import make_world, ordinals
+    from .runtime import make_world, ordinals
 
     world = make_world(size)
     torch_xla_api.install(world)

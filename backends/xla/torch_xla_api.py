@@ -34,10 +34,9 @@ from shardkit.backend import not_compiled
 from shardkit.errors import ConfigurationError
 from shardkit.types import AnyCallable, StateDict, Tree
 
-from ..worlds import worlds_of_ranks
-from .cpu_replicas import World
+from ..eager import worlds_of_ranks
 from .meeting import ReplicaCall
-from .runtime import Groups, Replica
+from .runtime import Groups, Replica, World
 
 _RUNTIME = torch_xla._XLAC
 _COLLECTIVE = re.compile(r"xla::(?:cross_replica_sum|all_reduce|all_gather|reduce_scatter|all_to_all)")
@@ -78,7 +77,6 @@ def _install_syncs(world: World) -> None:
     _RUNTIME._xla_step_marker = guarded_step_marker
     _RUNTIME._xla_sync_multi = guarded_sync_multi
     _override_reads(materialize)
-    _private_checkpoint_flag(world)
 
 
 def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
@@ -116,17 +114,6 @@ def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
         library.impl("copy_", copy_, with_keyset=True)
 
 
-def _private_checkpoint_flag(world: World) -> None:
-    """Gives replicas a flag each of torch_xla's activation checkpointing, which keeps one for a process."""
-    from torch_xla.utils import checkpoint
-
-    flags: dict[int, bool] = {}
-    checkpoint.CheckpointStatus.in_chkpt_bwd = property(
-        lambda _: flags.get(world.here().rank, False),
-        lambda _, value: flags.__setitem__(world.here().rank, value),
-    )
-
-
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
 _BITWISE = {xm.REDUCE_AND: torch.bitwise_and, xm.REDUCE_OR: torch.bitwise_or}
@@ -146,7 +133,15 @@ def _outside_of_graphs(function: _F) -> _F:
 
 def install(world: World) -> None:
     """Replaces torch_xla's functions for the rest of this process's life."""
+    from torch_xla.utils import checkpoint
+
     _install_syncs(world)
+    # torch_xla's activation checkpointing keeps one flag for a process: a flag for each replica
+    flags: dict[int, bool] = {}
+    checkpoint.CheckpointStatus.in_chkpt_bwd = property(
+        lambda _: flags.get(world.here().rank, False),
+        lambda _, value: flags.__setitem__(world.here().rank, value),
+    )
     api = _ReplacedFunctions(world)
     xm.all_reduce = api.all_reduce
     xm.all_gather = api.all_gather

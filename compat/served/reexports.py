@@ -15,6 +15,7 @@ MOVED = {
     "evaluation": "training.evaluation",
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
+    "experimental.nn.data_parallel.gossip.distributed": "experimental.nn.data_parallel.gossip",
     "experimental.nn.data_parallel.gossip.utils.helpers": "experimental.nn.data_parallel.gossip.utils",
     "experimental.optim.dynamic_loss_scaler": "experimental.optim",
     "extra.dynamic_loss_scaler": "experimental.optim",
@@ -30,8 +31,13 @@ MOVED = {
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
+    "model_parallel.random": "model_parallel.groups",
     "model_parallel.regions": "model_parallel.layers",
     "nn.data_parallel.fsdp_facts": "nn.data_parallel.fully_sharded_data_parallel",
+    "internal.containers": "internal.params",
+    "internal.parallel": "internal.params",
+    "internal.reduce_scatter_bucketer": "internal.params",
+    "nn.data_parallel.sharded_ddp": "nn.data_parallel",
     "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
     "pipeline.partition": "pipeline.microbatch",
@@ -55,18 +61,13 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
-    "experimental.nn.data_parallel.gossip.gossiper: PushPull, PushSum; "
     "experimental.nn.data_parallel.gossip.graph_manager: DynamicBipartiteExponentialGraph, "
-    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, "
-    "GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, RingGraph, UniformMixing; "
-    "experimental.nn.data_parallel.gossip.utils: communicate; "
+    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, Gossiper, "
+    "GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, "
+    "NPeerDynamicDirectedExponentialGraph as NPDDEGraph, PushPull, PushSum, RingGraph, UniformMixing; "
+    "experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, create_event_recorder, "
+    "create_process_group, flatten_tensors, group_by_dtype, make_logger, unflatten_tensors; "
     "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder",
-    "experimental.nn.data_parallel.gossip.distributed":
-    "experimental.nn.data_parallel.gossip.gossiper: Gossiper, PushPull, PushSum; "
-    "experimental.nn.data_parallel.gossip.graph_manager: NPeerDynamicDirectedExponentialGraph as "
-    "NPDDEGraph, UniformMixing; experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, "
-    "create_event_recorder, create_process_group, flatten_tensors, group_by_dtype, make_logger, "
-    "unflatten_tensors",
     "experimental.nn.data_parallel.gossip.gossiper":
     "experimental.nn.data_parallel.gossip.graph_manager: Gossiper, GraphManager, MixingManager, PushPull, "
     "PushSum, UniformMixing, dist_backend",
@@ -100,7 +101,7 @@ REEXPORTED = {
     "experimental.wgit.repo":
     "experimental.wgit: RepoStatus; experimental.wgit.pygit: PyGit; experimental.wgit.sha1_store: "
     "SHA1_Store",
-    "experimental.wgit.sha1_store": "experimental.wgit: ExitCode; internal.containers: from_np, to_np",
+    "experimental.wgit.sha1_store": "experimental.wgit: ExitCode; internal.params: from_np, to_np",
     "experimental.wgit.signal_sparsity": "experimental.wgit: Algo",
     "experimental.wgit.utils": "experimental.wgit: Algo, ExitCode, RepoStatus",
     "experimental.wgit.version": "experimental.wgit: __version_tuple__",
@@ -108,41 +109,36 @@ REEXPORTED = {
     "fair_dev.testing.testing":
     "internal: torch_version; model_parallel.groups: destroy_model_parallel, initialize_model_parallel",
     "fair_dev.testing.testing_memory": "fair_dev.testing.testing: find_tensor_by_shape",
-    "internal.object": "internal.containers: pyobject_to_tensor, tensor_to_pyobject",
-    "internal.parallel":
-    "internal.params: ProcessGroupName, chunk_and_pad, enable_pytorch_sync_bn, get_process_group_cached, "
-    "validate_process_group",
-    "internal.state_dict": "internal.containers: find_module_instances, replace_by_prefix_",
+    "internal.object": "internal.params: pyobject_to_tensor, tensor_to_pyobject",
+    "internal.state_dict": "internal.params: find_module_instances, replace_by_prefix_",
     "internal.version": "internal: torch_version",
     "nn.auto_wrap":
     "nn.wrap.auto_wrap: ConfigAutoWrap, default_auto_wrap_policy, enable_wrap; wrapping.context: "
     "auto_wrap, wrap; wrapping.policies: config_auto_wrap_policy",
     "nn.checkpoint.checkpoint_activations":
-    "internal.containers: pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors; "
+    "internal.params: pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors; "
     "nn.checkpoint: _accelerator, autocast, checkpoint_wrapper, get_rng_state, is_autocast_enabled, "
     "set_rng_state; wrapping.activations: CheckpointFunction, ThreadLocalCheckpointingState, "
     "disable_checkpointing, enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, "
     "patch_batchnorm, thread_local",
     "nn.checkpoint.checkpoint_utils": "wrapping.activations: patch_batchnorm",
     "nn.data_parallel":
+    "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank; "
     "nn.data_parallel.fully_sharded_data_parallel: OffloadConfig, TrainingState, no_pre_load_state_dict_hook",
     "nn.data_parallel.fsdp_optim_utils":
     "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
     "check_param_counts_before_sharding, is_singleton_tensor",
     "nn.data_parallel.fully_sharded_data_parallel":
-    "flattening.keys: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
-    "FlattenParamsWrapper; internal.containers: apply_to_tensors, recursive_copy_to_device, "
-    "replace_by_prefix_; internal.parallel: chunk_and_pad, enable_pytorch_sync_bn, "
-    "validate_process_group; internal.params: calc_grad_norm; internal.reduce_scatter_bucketer: "
-    "ReduceScatterBucketer, enable_nccl_base_collectives; nn.data_parallel: fsdp_optim_utils as ou",
-    "nn.data_parallel.sharded_ddp":
-    "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank",
+    "flattening.flat_parameter: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
+    "FlattenParamsWrapper; internal.params: ReduceScatterBucketer, apply_to_tensors, calc_grad_norm, "
+    "chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, recursive_copy_to_device, "
+    "replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
     "nn.misc.checkpoint_activations":
     "nn.checkpoint: checkpoint_wrapper; wrapping.activations: CheckpointFunction, disable_checkpointing, "
     "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
     "nn.misc.flatten_params_wrapper":
-    "flattening.flat_parameter: FlatParameter, ParamGroups; flattening.keys: WRAPPED; flattening.wrapper: "
-    "FlattenParamsWrapper; internal.containers: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
+    "flattening.flat_parameter: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
+    "FlattenParamsWrapper; internal.params: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
     "_pre_load_state_dict_hook",
     "nn.misc.param_bucket": "flattening.bucket: Bucket, GradBucket, ParamBucket",
     "nn.model_parallel.cross_entropy":
@@ -166,8 +162,8 @@ REEXPORTED = {
     "model_parallel.regions: copy_to_model_parallel_region, gather_from_model_parallel_region, "
     "reduce_from_model_parallel_region, scatter_to_model_parallel_region",
     "nn.model_parallel.random":
-    "model_parallel.groups: get_data_parallel_rank, get_model_parallel_rank; model_parallel.random: "
-    "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
+    "model_parallel.groups: CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, get_data_parallel_rank, "
+    "get_model_parallel_rank, model_parallel_cuda_manual_seed",
     "nn.model_parallel.utils":
     "model_parallel.groups: VocabUtility, divide_and_check_no_remainder, ensure_divisibility, "
     "split_tensor_along_last_dim",
@@ -206,7 +202,7 @@ REEXPORTED = {
     "nn.pipe.parts: Tensors, current_stream, get_device, record_stream, use_stream, wait_stream",
     "nn.pipe.dependency": "nn.pipe.parts: Fork, Join, fork, get_phony, join",
     "nn.pipe.messages":
-    "internal.containers: pyobject_to_tensor, tensor_to_pyobject; model_parallel.groups: "
+    "internal.params: pyobject_to_tensor, tensor_to_pyobject; model_parallel.groups: "
     "get_pipeline_parallel_group; nn.pipe.types: PipeMessage",
     "nn.pipe.microbatch":
     "nn.pipe.parts: BatchFunction as Function, TensorOrTensors, Tensors, gather, scatter; "
@@ -248,8 +244,7 @@ REEXPORTED = {
     "optim.grad_scaler":
     "internal: torch_version; optim: OptState; training.grad_scaler: GradScaler, ShardedGradScaler",
     "optim.oss":
-    "flattening.bucket: ParamBucket; internal.containers: recursive_copy_to_device; internal.params: "
-    "calc_grad_norm",
+    "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
     "training_checkpoints.handles": "checkpoint.background: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }

@@ -8,7 +8,7 @@ from typing import Generic
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shardkit.backends.xla.backend import has_accelerator
+from shardkit.backends.xla import has_accelerator
 from shardkit.types import T, Tree
 from shardkit.xla.ranks import current_backend
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardkit.backends.xla.backend import has_accelerator
+from shardkit.backends.xla import has_accelerator
 from shardkit.errors import ConfigurationError
 from shardkit.launching import launch
 from shardkit.types import AnyCallable, Args

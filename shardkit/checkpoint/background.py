@@ -13,7 +13,7 @@ from collections.abc import Callable
 from .. import errors
 from ..checks import all_gather_facts
 from ..errors import CheckpointError, FileNotWrittenError, ShardkitError
-from ..optimizer_state.leaves import Ranks
+from ..optimizer_state.slots import Ranks
 from ..types import T, Tree
 from .data_file import index_of, name_of
 from .format.folders import last_change

@@ -17,8 +17,7 @@ from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..fsdp.state_dict import Pieces
 from ..layout import Box
-from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
-from ..optimizer_state.slots import Slot
+from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, of_dtensor, refuse_class, whole
 from ..torch_seams.dtensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.manifest import refuse_what_is_no_data

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ShardkitError
 from ..launching.run_folder import write_at_once
-from ..optimizer_state.leaves import Leaf
+from ..optimizer_state.slots import Leaf
 from .collecting import RecordPart
 from .files.writing import GuardedFile, write_atomically
 from .format.manifest import Hasher, Manifest, ManifestItem, StoredFile, hash_of, new_hasher, write_manifest

@@ -17,7 +17,7 @@ from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import name_at
 from ..layout import Piece
-from ..optimizer_state.leaves import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
+from ..optimizer_state.slots import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
 from ..training.whole_parameters.listed import place_of, written_parameters

@@ -16,10 +16,9 @@ from ..backend import Backend
 from ..errors import ConfigurationError
 from ..launching.run_folder import note_checkpoints
 from ..layout import Box
-from ..optimizer_state.leaves import Fixed, Leaf, Ranks, whole
-from ..optimizer_state.slots import Slot
+from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, whole
 from ..progress import noting_errors
-from ..torch_seams.strided_views import narrowed
+from ..torch_seams.tensors import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .background import agree, attempt, wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for

@@ -26,8 +26,7 @@ from ..checks import check_same_everywhere
 from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.forms import kinds_everywhere
-from ..optimizer_state.leaves import Leaf, Ranks
-from ..optimizer_state.slots import Slot
+from ..optimizer_state.slots import Leaf, Ranks, Slot
 from ..progress import note_error, noting_errors
 from ..types import ProcessGroup, StateDict, Tree
 from .background import Background, Handle, agree, attempt, join_earlier

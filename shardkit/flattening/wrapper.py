@@ -26,6 +26,7 @@ from torch import nn
 from ..errors import ConfigurationError, LifecycleError, without_arguments
 from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from .flat_parameter import (
+    WRAPPED,
     FlatParameter,
     FoundParams,
     ParamGroups,
@@ -35,8 +36,10 @@ from .flat_parameter import (
     check_uniform,
     find_params,
     flat_names,
+    has_flat_keys,
+    rename_loaded,
+    rename_saved,
 )
-from .keys import WRAPPED, has_flat_keys, rename_loaded, rename_saved
 
 
 def _saved(wrapper: FlattenParamsWrapper, state_dict: StateDict, prefix: str, *_: object) -> StateDict:

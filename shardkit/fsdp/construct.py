@@ -42,7 +42,7 @@ from ..policy import Compression, ReshardPolicy
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
-from ..torch_seams.strided_views import memory_of
+from ..torch_seams.tensors import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .custom_comms import OWN
 from .extended import ExtendedParameter, is_extended, no_values

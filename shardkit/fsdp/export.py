@@ -1,8 +1,8 @@
 """Weights that leave a sharded model for an inference engine or a file: whole, or what has changed since the last time.
 
 Each rank compares its shard, as it would be sent, with the one that was sent before, and sends what differs, see
-``reduction/changes.py``. A checksum of the whole tensor, which ranks make of shards, tells a receiver that it has what
-the trainer has.
+``reduction/compression.py``. A checksum of the whole tensor, which ranks make of shards, tells a receiver that it has
+what the trainer has.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..reduction.changes import Run, difference, mixed_sum
-from ..torch_seams.strided_views import memory_of
-from ..torch_seams.tensor_facts import INTEGERS
+from ..reduction.compression import Run, difference, mixed_sum
+from ..torch_seams.tensors import INTEGERS, memory_of
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_meta, refuse_split

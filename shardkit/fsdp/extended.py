@@ -18,8 +18,7 @@ from torch import nn
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
-from ..torch_seams.live_memory import parts_with_memory
-from ..torch_seams.strided_views import contiguous_strides
+from ..torch_seams.tensors import contiguous_strides, parts_with_memory
 from ..types import Tree
 from .originals import (
     GatheredParameter,

@@ -53,7 +53,7 @@ from ..torch_seams.dtensors import (
     part_here,
 )
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
-from ..torch_seams.tensor_facts import as_plain
+from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
 from .extended import ExtendedParameter, no_values

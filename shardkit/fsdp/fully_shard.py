@@ -24,7 +24,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
-from ..torch_seams.other_wrappers import AccelerateAsks, check_wrappable
+from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .extended import is_extended

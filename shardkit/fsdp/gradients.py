@@ -26,14 +26,13 @@ from torch.optim import Optimizer
 from ..backend import DONE, Group, ReduceOp, Work
 from ..errors import LifecycleError
 from ..layout import Piece, ShardLayout, alignment, rounded_up
-from ..optimizers.shards import changed_by_steps
-from ..optimizers.stepping import take_part
+from ..optimizers.shards import changed_by_steps, take_part
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
-from ..torch_seams.tensor_facts import as_plain
+from ..torch_seams.tensors import as_plain
 from ..types import Tree
 from .custom_comms import OWN, CustomComms, Hook, sent_by
 from .flat_param import FlatParam, Registered, add_gradient

@@ -1,8 +1,8 @@
 """Checks and guards the steps of optimizers over shards: they have to do what they would do to whole parameters.
 
-Before a step their values and states are put aside, and put back after it (``reduction/unused.py``); where closures
-make gradients within a step: after each of them, and before the next. It costs nothing where all original parameters
-have gradients.
+Before a step their values and states are put aside, and put back after it (``optimizer_state/kinds.py``); where
+closures make gradients within a step: after each of them, and before the next. It costs nothing where all original
+parameters have gradients.
 
 [Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
 original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
@@ -39,12 +39,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
 from ..errors import ConfigurationError, LifecycleError
-from ..optimizer_state.kinds import is_elementwise
+from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
-from ..optimizers.shards import listing_of, shard_behind
-from ..optimizers.stepping import take_part
-from ..reduction.unused import PutAside, UnusedRanges, UsedMask, state_by_element
+from ..optimizers.shards import listing_of, shard_behind, take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import ConfigurationError, LifecycleError
 from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
 from ..torch_seams.hooks import callers
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, name_of
+from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 
 if TYPE_CHECKING:

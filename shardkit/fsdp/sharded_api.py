@@ -18,8 +18,8 @@ from ..optimizer_state.forms import gather_by_id, shard_by_id
 from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
 from ..progress import noting_errors
-from ..reduction.norms import Portion, clip_by_global_norm, norm_like
 from ..reduction.ordered import refuse_local
+from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..types import IncompatibleKeys, SavedState, StateDict
 from .construct import wake
 from .engine import Engine

@@ -35,7 +35,7 @@ from ..optimizer_state.forms import Held, gather_by_index, shard_by_index
 from ..optimizer_state.marking import note_whole_states
 from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import refuse_stand_ins, shard_behind
-from ..torch_seams.module_versions import versions_of
+from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered
 from .originals import managing, refuse_meta, refuse_split

@@ -49,8 +49,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Group, Work
 from ..layout import PackedLayout, ShardLayout
-from ..reduction.changes import ChangedParts
-from ..reduction.compression import CompressedGather, format_for
+from ..reduction.compression import ChangedParts, CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Tree

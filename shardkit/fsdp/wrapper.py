@@ -15,8 +15,7 @@ from torch import nn
 
 from ..backend import Backend
 from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter
-from ..flattening.keys import translates_loaded
+from ..flattening.flat_parameter import FlatParameter, translates_loaded
 from ..flattening.wrapper import FlattenParamsWrapper
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.marking import check_request
@@ -25,8 +24,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.dtensors import shards_and_replicas_of
-from ..torch_seams.forward_signature import signed_as_wrapped
-from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import EXPORT, is_listed_for_export, refusal

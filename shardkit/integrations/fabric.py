@@ -78,11 +78,6 @@ class ShardkitStrategy(DDPStrategy):
         state.update({k: v for k, v in filled.items() if k not in takes})
         return rest
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Framework) -> None:
-        """Registers it under its name."""
-        strategy_registry.register("shardkit", cls, description="shardkit: parameters sharded over ranks")
-
 
 class _Called(nn.Module):
     """Stands before a module, so that Fabric leads its other methods through forward."""
@@ -107,4 +102,6 @@ class _NoSync(_BackwardSyncControl):
         return sharding_of(inner).no_sync() if enabled and state_of(inner) is not None else nullcontext()
 
 
-ShardkitStrategy.register_strategies(STRATEGY_REGISTRY)
+STRATEGY_REGISTRY.register(
+    "shardkit", ShardkitStrategy, description="shardkit: parameters sharded over ranks"
+)

@@ -112,16 +112,11 @@ class ShardkitStrategy(DDPStrategy):
             load_whole_state(_inner(optimizer), state)
             _optimizer_to_device(_inner(optimizer), self.root_device)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Framework) -> None:
-        """Registers it under its name."""
-        strategy_registry.register("shardkit", cls, description="shardkit: parameters sharded over ranks")
-
 
 def _inner(optimizer: Framework) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-ShardkitStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register("shardkit", ShardkitStrategy, description="shardkit: parameters sharded over ranks")
 FabricStrategy = fabric.ShardkitStrategy
 """For Fabric, so that one import registers both."""

@@ -1,11 +1,13 @@
 """Layers split over ranks (tensor parallelism): fairscale's names, on any device that a process group carries."""
 
 from .groups import (
+    checkpoint,
     destroy_model_parallel,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
     get_context_parallel_world_size,
+    get_cuda_rng_tracker,
     get_data_parallel_group,
     get_data_parallel_rank,
     get_data_parallel_ranks,
@@ -17,6 +19,7 @@ from .groups import (
     get_pipeline_parallel_group,
     get_pipeline_parallel_ranks,
     initialize_model_parallel,
+    model_parallel_cuda_manual_seed,
     model_parallel_is_initialized,
 )
 from .layers import (
@@ -30,7 +33,6 @@ from .layers import (
     scatter_to_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-from .random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 __all__ = [
     "ColumnParallelLinear",

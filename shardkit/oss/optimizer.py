@@ -35,12 +35,12 @@ from ..checks import (
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state
+from ..optimizer_state.marking import current_request, is_called_by
 from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import refuse_shards
 from ..progress import note_error, noting_errors
-from ..reduction.norms import Portion, clip_by_global_norm, norm_like
+from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.compiling import callees_compiled, not_compiled
-from ..torch_seams.distributed_checkpoint import current_request, is_called_by
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state

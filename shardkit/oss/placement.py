@@ -23,15 +23,13 @@ from ..backend import Group, ReduceOp, Work, WorkThen
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizer_state.forms import gather_states
-from ..optimizer_state.kinds import is_elementwise
+from ..optimizer_state.kinds import PutAside, is_elementwise
 from ..optimizer_state.slots import Slot, Span
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
-from ..reduction.changes import ChangedParts
-from ..reduction.norms import Portion
-from ..reduction.unused import PutAside
+from ..reduction.compression import ChangedParts
+from ..reduction.shard_gradients import Portion
 from ..torch_seams.compiling import callees_compiled, not_compiled
-from ..torch_seams.strided_views import strided_view
-from ..torch_seams.tensor_facts import alike
+from ..torch_seams.tensors import alike, strided_view
 from ..tracing.ranges import PublishRanges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree

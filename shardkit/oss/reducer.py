@@ -36,8 +36,7 @@ from ..reduction.compression import BlockFormat, CompressedReduceScatter, format
 from ..reduction.ordered import contributions, exchange, microbatches
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
-from ..torch_seams.strided_views import dense_strides
-from ..torch_seams.tensor_facts import as_plain
+from ..torch_seams.tensors import as_plain, dense_strides
 from ..tracing.ranges import BucketRanges
 
 DEFAULT_BUCKET = 2**23  # elements

@@ -28,11 +28,10 @@ from torch import nn
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
 from ..layout import SegmentLayout, segment_layout
-from ..reduction.norms import global_norm, local_norm, order_of
+from ..optimizer_state.kinds import UsedMask
 from ..reduction.packing import JoinedPack, PackedForm
-from ..reduction.shard_gradients import StandingGradient, agree_on_overflow
-from ..reduction.unused import UsedMask
-from ..torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, MarkedTensor, as_plain, name_of
+from ..reduction.shard_gradients import StandingGradient, agree_on_overflow, global_norm, local_norm, order_of
+from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, MarkedTensor, as_plain, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 
 Gradients = Mapping[nn.Parameter, torch.Tensor]

@@ -29,12 +29,10 @@ from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_local, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import group_of
-from ..torch_seams.forward_signature import signed_as_wrapped
-from ..torch_seams.other_wrappers import PreparedForAccelerate, check_wrappable, note_wrapper
+from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree
-from .buffers import BufferSync, broadcast_module, connect_sync_batch_norm
-from .exchange import GradientExchange
+from .exchange import BufferSync, GradientExchange, broadcast_module, connect_sync_batch_norm
 from .optimizer import OSS
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from torch import nn
 from ..backend import Group, ReduceOp, Work
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
-from ..torch_seams.tensor_facts import alike, as_plain
+from ..torch_seams.tensors import alike, as_plain
 
 _BITS, _HALF, _CHUNK = 36, 26, 2**16
 

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from ..errors import ConfigurationError
 from ..layout import Box
 from ..types import AnyCallable, Args, Kwargs, Memo, ProcessGroup, Tree
-from .strided_views import narrowed
+from .tensors import narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

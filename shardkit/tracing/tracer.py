@@ -32,8 +32,7 @@ from ..errors import ConfigurationError, RankMismatchError
 from ..launching.run_folder import write_at_once
 from ..types import AnyCallable, Args, Framework, Kwargs, ProcessGroup, Tree
 from .ranges import Heard, What, leave, listen, now, stop_listening
-from .recording import Recorder, compare_clocks, part_path
-from .timeline import merged
+from .timeline import Recorder, compare_clocks, merged, part_path
 
 # By thread, for ranks may be threads of one process. Torch's hooks for all optimizers are registered once and for good:
 # they can't be taken away while torch goes through them, as it does when a step ends. While nobody counts steps, a

@@ -29,8 +29,8 @@ from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.originals import refuse_split
 from ..optimizers.shards import listing_of, lists_stand_ins, shard_behind
 from ..oss.optimizer import OSS
-from ..reduction.norms import dense, norm_like
 from ..reduction.ordered import refuse_other
+from ..reduction.shard_gradients import dense, norm_like
 from ..torch_seams.hooks import (
     NO_BACKWARD,
     GradientHook,

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from ..backend import Backend, backend_of_job
 from ..errors import ConfigurationError
 from ..launching.started import started_rank
-from ..model_parallel.random import device_backend, seeded_state
+from ..model_parallel.groups import device_backend, seeded_state
 from ..types import Kwargs, StateDict
 
 __all__ = ["GlobalBatchSampler", "ResumableLoader", "microbatch"]

@@ -25,7 +25,7 @@ from ..fsdp.masters import may_be_skipped
 from ..fsdp.state import state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
-from ..torch_seams.other_wrappers import name_of_torchs
+from ..torch_seams.wrappers import name_of_torchs
 from ..types import Args, Kwargs, Tree
 from .adascale import measured_parameters
 

@@ -44,9 +44,8 @@ from ..fsdp.forward import become_root
 from ..fsdp.gradients import refuse_steps
 from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..reduction.norms import in_parts
 from ..reduction.ordered import refuse_local
-from ..reduction.shard_gradients import StandingGradient, mark_in_parts
+from ..reduction.shard_gradients import StandingGradient, in_parts, mark_in_parts
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..types import Args, Kwargs, Tree

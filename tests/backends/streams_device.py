@@ -31,10 +31,9 @@ from shardkit.backend import Backend, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.group import ORDERED_CHANNELS
 from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
-from shardkit.backends.simulated import SimulatedBackend, enter_group
-from shardkit.backends.simulated.collectives import spoil
+from shardkit.backends.simulated import SimulatedBackend, enter_group, spoil
 from shardkit.errors import OutOfStepError
-from shardkit.torch_seams.live_memory import parts_with_memory
+from shardkit.torch_seams.tensors import parts_with_memory
 from shardkit.types import Args, ProcessGroup, T, Tree
 
 ALIGNED = 16  # bytes; what copies of NCCL and kernels take in one piece

@@ -20,8 +20,8 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import DONE, ReduceOp, get_backend
+from shardkit.backends.accelerator import StreamGroup, StreamWork
 from shardkit.backends.c10d.group import C10dGroup, C10dWork
-from shardkit.backends.c10d.stream_group import StreamGroup, StreamWork
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import ForkedPool, free_port, on_ranks

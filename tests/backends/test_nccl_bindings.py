@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardkit.backends.c10d.stream_group as streams
+import shardkit.backends.accelerator as streams
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_nccl_available(), reason="this torch was built without NCCL"
 )
 
-MODULES = ("cuda", "accelerator", "c10d.stream_group", "c10d.group")
+MODULES = ("cuda", "accelerator", "c10d.group")
 PROCESS_GROUP = "torch.distributed.ProcessGroup"
 NCCL = "torch.distributed.ProcessGroupNCCL"
 # What the names of our own variables and attributes stand for.
@@ -35,8 +35,8 @@ STANDS_FOR: dict[tuple[str, str], tuple[str, ...]] = {
     ("cuda", "process_group"): (PROCESS_GROUP,),
     ("accelerator", "process_group"): (PROCESS_GROUP,),
     ("cuda", "self.process_group"): (PROCESS_GROUP,),
-    ("c10d.stream_group", "self.process_group"): (PROCESS_GROUP,),
-    ("c10d.stream_group", "work"): ("torch.distributed.Work",),
+    ("accelerator", "self.process_group"): (PROCESS_GROUP,),
+    ("accelerator", "work"): ("torch.distributed.Work",),
 }
 OPTION_CLASSES = {
     "reduceOp": ("AllreduceOptions", "ReduceOptions", "ReduceScatterOptions"),
@@ -65,7 +65,7 @@ def _uses() -> Iterator[tuple[str, str, str]]:
             owner = _path(node.value)
             if re.match(r"dist(\.|$)|torch\.(cuda|accelerator)(\.|$)", owner):
                 yield module, re.sub("^dist", "torch.distributed", owner), node.attr
-            elif module in ("c10d.group", "c10d.stream_group") and owner == "options":
+            elif module in ("c10d.group", "accelerator") and owner == "options":
                 for name in OPTION_CLASSES[node.attr]:
                     yield module, f"torch._C._distributed_c10d.{name}", node.attr
             else:

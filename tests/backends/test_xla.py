@@ -294,7 +294,7 @@ def _beside_gloo(*, started: bool) -> None:
     """Where XLA has an accelerator, a default group over gloo hides it only from a process that doesn't use it."""
     import torch.distributed as dist
 
-    from shardkit.backends.xla import backend
+    from shardkit.backends import xla as backend
     from shardkit.xla import ranks, xla_multiprocessing
 
     known = backend.has_accelerator
@@ -414,9 +414,8 @@ def test_sub_groups(rules: str, parts: list[list[int]]) -> None:
 def test_the_collectives_of_a_tpu(rank: int) -> None:
     """The collectives a TPU uses. On a CPU they meet only if all replicas share one executable."""
     from shardkit.backends.xla import metrics
-    from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.runtime import NativeCollectives, Replica
+    from shardkit.backends.xla.runtime import NativeCollectives, Replica, current_world
     from tests.xla.meeting import in_memory
 
     world = current_world()

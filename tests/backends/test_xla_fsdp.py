@@ -282,9 +282,8 @@ def plain_with_adam(world_size: list[int]) -> list[list[float]]:
 def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     """The program with the collectives of a TPU, without those that nobody needs the result of."""
     from shardkit.backends.xla import metrics
-    from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.group import XlaGroup
-    from shardkit.backends.xla.runtime import NativeCollectives, Replica
+    from shardkit.backends.xla.runtime import NativeCollectives, Replica, current_world
     from tests.xla.meeting import in_memory
 
     world = current_world()

@@ -188,9 +188,8 @@ def collectives_of_a_tpu(unwatched: bool = False) -> Iterator[Callable[[], None]
     from shardkit.backend import get_backend
     from shardkit.backends.xla import runtime as collectives
     from shardkit.backends.xla import torch_xla_api
-    from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.meeting import ReplicaCall
-    from shardkit.backends.xla.runtime import Replica
+    from shardkit.backends.xla.runtime import Replica, current_world
     from tests.xla.meeting import in_memory
 
     world = current_world()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.tools import migration
 from shardkit.tools.cli import main
-from shardkit.tools.migration import files
 
 BEFORE = "import fairscale.nn as fnn  # keep\nfnn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")
@@ -58,7 +58,7 @@ def test_torchs_fsdp1(tmp_path: Path) -> None:
 
 def test_lines_of_a_diff_are_those_of_patch() -> None:
     before = "import fairscale\r\n\x0c\nx = '\x85\u2028'"
-    diff = files.Migrated(Path("a.py"), before, before.replace("fairscale", "shardkit")).diff()
+    diff = migration.Migrated(Path("a.py"), before, before.replace("fairscale", "shardkit")).diff()
     assert diff.endswith(
         "@@ -1,3 +1,3 @@\n-import fairscale\r\n+import shardkit\r\n \x0c\n x = '\x85\u2028'\n"
         "\\ No newline at end of file\n"
@@ -146,7 +146,7 @@ def test_a_failed_write_leaves_the_file_whole(
 def test_what_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(BEFORE)
-    result = files.migrate(path)
+    result = migration.migrate(path)
     path.write_text(BEFORE + "# saved in an editor\n")
     assert "it has changed since it was read" in str(result.written().error)
     assert path.read_text() == BEFORE + "# saved in an editor\n"

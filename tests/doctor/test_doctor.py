@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from shardkit.tools import doctor
 from shardkit.tools.cli import main
-from shardkit.tools.doctor import ERROR, NOTE, WARNING, Finding, examine, in_order, network
-from shardkit.tools.doctor.examine import Link, _names, check_links, check_segments
+from shardkit.tools.doctor import (
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    Link,
+    _names,
+    check_links,
+    check_segments,
+    in_order,
+)
 
 ETH = {"eth0": {"address": "10.0.0.1", "state": "up"}, "ib0": {"address": "", "state": "down"}}
 
@@ -33,27 +43,27 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_limits() -> None:
-    assert list(examine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 100)) == []
-    (low,) = examine.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 200)
+    assert list(doctor.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 100)) == []
+    (low,) = doctor.check_open_files({"open_files": 1024, "open_files_hard": 4096}, 40, 5, 200)
     assert low.level == ERROR
     assert low.do == "ulimit -n 1294 before the ranks start"
-    (hard,) = examine.check_open_files({"open_files": 1024, "open_files_hard": 1024}, 40, 5, 200)
+    (hard,) = doctor.check_open_files({"open_files": 1024, "open_files_hard": 1024}, 40, 5, 200)
     assert "as root" in hard.do
 
 
 def test_interfaces() -> None:
     def check(**environment: str) -> list[str]:
-        return [f.what for f in network.check_names(ETH, environment)]
+        return [f.what for f in doctor.check_names(ETH, environment)]
 
     assert check(GLOO_SOCKET_IFNAME="eth0", NCCL_SOCKET_IFNAME="^lo,docker") == []
     assert check(NCCL_SOCKET_IFNAME="eth") == check(NCCL_SOCKET_IFNAME="=eth0:1") == []
     assert "no such interface" in check(GLOO_SOCKET_IFNAME="eth1")[0]
     assert "is down" in check(GLOO_SOCKET_IFNAME="ib0")[0]
-    assert list(network.check_own_address("127.0.1.1", 1, {})) == []
-    assert list(network.check_own_address("127.0.1.1", 2, {"GLOO_SOCKET_IFNAME": "eth0"})) == []
-    (found,) = network.check_own_address("127.0.1.1", 2, {})
+    assert list(doctor.check_own_address("127.0.1.1", 1, {})) == []
+    assert list(doctor.check_own_address("127.0.1.1", 2, {"GLOO_SOCKET_IFNAME": "eth0"})) == []
+    (found,) = doctor.check_own_address("127.0.1.1", 2, {})
     assert "GLOO_SOCKET_IFNAME" in found.do
-    assert "lo" in network.interfaces()
+    assert "lo" in doctor.interfaces()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,7 @@ def test_interfaces() -> None:
     ],
 )  # fmt: skip
 def test_variables(environment: dict[str, str], devices: int, says: str) -> None:
-    found = [f.what for f in examine.check_variables(environment, devices)]
+    found = [f.what for f in doctor.check_variables(environment, devices)]
     assert len(found) == bool(says)
     assert all(says in what for what in found), found
 
@@ -95,15 +105,15 @@ def test_links() -> None:
 
 
 def test_machines_that_differ() -> None:
-    here = examine.look(1)
-    other = examine.Machine(
+    here = doctor.look(1)
+    other = doctor.Machine(
         "other", "10.0.0.2", {**here.versions, "torch": "1.13"}, {"type": "cuda", "count": 9}, {}, {}, {}
     )
-    assert list(examine.compare([here, here])) == []
-    versions, devices = examine.compare([here, other])
+    assert list(doctor.compare([here, here])) == []
+    versions, devices = doctor.compare([here, other])
     assert (versions.level, devices.level) == (ERROR, WARNING)
     assert "1.13 on other" in versions.what
-    (xla,) = examine._check_versions({"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
+    (xla,) = doctor._check_versions({"torch": "2.13.0+cpu", "torch_xla": "2.9.0"})
     assert "torch==2.9.0" in xla.do
 
 

@@ -23,7 +23,7 @@ from shardkit.experimental.tooling.layer_memory_tracker import (
     suggest_checkpoint_location,
 )
 from shardkit.nn import FullyShardedDataParallel
-from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.torch_seams.tensors import LiveTensors
 from tests.pools import on_ranks
 
 

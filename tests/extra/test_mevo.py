@@ -21,7 +21,7 @@ from shardkit.experimental.nn.mevo import (
     lmcl_matmul,
 )
 from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
-from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.torch_seams.tensors import LiveTensors
 
 
 def _data(tokens: int, width: int, words: int, dtype: torch.dtype = torch.float64) -> Any:

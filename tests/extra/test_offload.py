@@ -12,7 +12,7 @@ from shardkit.errors import LifecycleError
 from shardkit.experimental.nn import OffloadModel
 from shardkit.experimental.nn.auto_shard import shard_model
 from shardkit.experimental.nn.offload import ModelShard
-from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.torch_seams.tensors import LiveTensors
 
 ELSEWHERE = torch.device("cpu:0")
 DEVICES = [torch.device("cpu"), ELSEWHERE]

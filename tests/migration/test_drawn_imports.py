@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardkit import compat
 from shardkit.backends.processes import RankPool
-from shardkit.tools.migration.rewriting import rewrite
+from shardkit.tools.migration import rewrite
 
 NAMES = {
     "fairscale": ["nn", "optim", "internal"],

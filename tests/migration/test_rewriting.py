@@ -6,8 +6,7 @@ import textwrap
 
 import pytest
 
-from shardkit.tools.migration.files import rewrite_text
-from shardkit.tools.migration.rewriting import rewrite
+from shardkit.tools.migration import rewrite, rewrite_text
 
 
 def migrated(source: str, **options: bool) -> str:
@@ -108,16 +107,16 @@ def test_names_that_shardkit_lacks_or_redirects() -> None:
 def test_redirected_names_say_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
     import shardkit.nn
     from shardkit.compat.redirected import redirected
-    from shardkit.tools.migration import rewriting
+    from shardkit.tools import migration
 
     monkeypatch.setattr(
         shardkit.nn, "Attic", redirected("nn.Attic", "torch.nn.New", why="torch has it"), raising=False
     )
-    rewriting.objection.cache_clear()
+    migration.objection.cache_clear()
     expected = "fairscale.nn.Attic is not carried over: torch has it. Use torch.nn.New instead."
     assert said("from fairscale.nn import Attic") == [(1, expected)]
     assert said("import fairscale\nfairscale.nn.Attic()") == [(2, expected)]
-    rewriting.objection.cache_clear()
+    migration.objection.cache_clear()
 
 
 STRINGS = '''

@@ -35,7 +35,7 @@ from shardkit import (
 from shardkit.backends.simulated import SimulatedBackend
 from shardkit.checkpoint.tools import compare, open_checkpoint
 from shardkit.errors import RankFailedError
-from shardkit.reduction.norms import clip_by_global_norm
+from shardkit.reduction.shard_gradients import clip_by_global_norm
 from shardkit.tools.rehearsal import rehearse
 from shardkit.training.data import GlobalBatchSampler, seed_generators
 from shardkit.wrapping.activations import checkpoint_wrapper

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardkit.backend import get_backend
-from shardkit.reduction.norms import Portion, clip_by_global_norm, combined, local_norm, norm_like
+from shardkit.reduction.shard_gradients import Portion, clip_by_global_norm, combined, local_norm, norm_like
 from tests.pools import on_ranks
 
 ORDERS = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf, -1.0]

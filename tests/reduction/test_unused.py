@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardkit.optimizer_state.kinds import PutAside, Unused, UnusedRanges, UsedMask
 from shardkit.reduction.shard_gradients import StandingGradient
-from shardkit.reduction.unused import PutAside, Unused, UnusedRanges, UsedMask
 
 # Rprop's first step makes state from its options; a later one would go on from zero.
 OPTIMIZERS: dict[str, dict[str, Any]] = {

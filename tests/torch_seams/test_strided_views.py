@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardkit.torch_seams.strided_views import dense_strides, strided_view
+from shardkit.torch_seams.tensors import dense_strides, strided_view
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3), (3, 1, 2), (2, 3, 2), (2, 1, 3, 2), (0, 3)])

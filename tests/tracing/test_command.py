@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.trace.report import advice, analyse
+from shardkit.tools.trace import advice, analyse
 from shardkit.tracing.ranges import What
-from shardkit.tracing.recording import FORMAT, TracePart
-from shardkit.tracing.timeline import of_events, read_events
+from shardkit.tracing.timeline import FORMAT, TracePart, of_events, read_events
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.tools.cli import main
-from shardkit.tools.trace.report import analyse
+from shardkit.tools.trace import analyse
 from shardkit.tracing.timeline import of_events, read_events
 from tests.started import environment, program
 

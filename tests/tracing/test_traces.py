@@ -14,10 +14,9 @@ import torch
 import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
-from shardkit.tools.trace.report import advice, analyse
-from shardkit.tracing import recording, tracer
-from shardkit.tracing.recording import ClockReading, compare_clocks, on_rank_0
-from shardkit.tracing.timeline import of_events, read_events
+from shardkit.tools.trace import advice, analyse
+from shardkit.tracing import timeline, tracer
+from shardkit.tracing.timeline import ClockReading, compare_clocks, of_events, on_rank_0, read_events
 from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
 from tests.pools import on_ranks, rank_pool
@@ -99,12 +98,12 @@ def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
 # ------------------------------------------------------------ clocks
 @on_ranks(3)
 def test_clocks_that_differ_are_found_out(rank: int) -> None:
-    before, ahead = recording.now, rank * 3_000_000_000
-    recording.now = lambda: before() + ahead
+    before, ahead = timeline.now, rank * 3_000_000_000
+    timeline.now = lambda: before() + ahead
     try:
         reading = compare_clocks(backend_of_job().group(None))
     finally:
-        recording.now = before
+        timeline.now = before
     assert abs(reading.ahead - ahead) <= reading.error
     assert reading.error < 50e6
 
@@ -182,7 +181,7 @@ class _Timer:
 
     def mark(self) -> tuple[int, int]:
         self._marks += 1
-        return recording.now(), self._marks
+        return timeline.now(), self._marks
 
     def seconds(self, first: Any, second: Any) -> float:
         return (second[0] - first[0]) / 1e9 + (second[1] - first[1]) * 1e-3

@@ -223,7 +223,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "PATIENCE", 0.2)
-    from shardkit.optimizer_state.leaves import Ranks
+    from shardkit.optimizer_state.slots import Ranks
 
     folder = folders.begin(str(tmp_path), 1)
     work = background.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")

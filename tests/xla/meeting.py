@@ -11,8 +11,8 @@ from shardkit.backend import get_backend
 
 def meet() -> None:
     """All replicas are here, and what they have recorded has run."""
-    from shardkit.backends.xla.cpu_replicas import current_world
     from shardkit.backends.xla.meeting import ReplicaCall
+    from shardkit.backends.xla.runtime import current_world
 
     get_backend("xla").mark_step(wait=True)
     world = current_world()

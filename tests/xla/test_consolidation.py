@@ -50,7 +50,7 @@ def _save(model: Any, rank: int, prefix: str) -> None:
 
 def _late(rank: int, prefix: str) -> Any:
     """Rank 1's file is there late; until then, the one before it is, and then half of it."""
-    from shardkit.backends.xla.backend import sleep
+    from shardkit.backends.xla import sleep
 
     model = _model()
     _train(model, rank, 0)

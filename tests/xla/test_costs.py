@@ -232,7 +232,7 @@ def test_calls_in_the_thread_of_backward_are_counted() -> None:
 
 def _consolidated(rank: int, name: str) -> tuple[int, int, Any, Any]:
     """Bytes that ranks exchange on the host for a whole optimizer's state, that state, and one process's."""
-    from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.runtime import current_world
 
     device, sent = get_backend("xla").device(), [0]
     make = {"Adam": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor}[name]

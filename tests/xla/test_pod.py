@@ -19,7 +19,7 @@ from tests.xla.models import batch, build
 pytest.importorskip("torch_xla")
 
 from shardkit.backends.xla import runtime
-from shardkit.backends.xla.cpu_replicas import Rules, rules_here
+from shardkit.backends.xla.runtime import Rules, rules_here
 
 pytestmark = pytest.mark.xla
 
@@ -72,7 +72,7 @@ def _more_in_one_part(rank: int) -> Any:
 
 def _other_parts(rank: int) -> Any:
     """All groups are of two ranks, but don't divide the four."""
-    from shardkit.backends.xla.cpu_replicas import current_world
+    from shardkit.backends.xla.runtime import current_world
 
     world = current_world()
     assert world is not None
@@ -290,7 +290,7 @@ def train_zero(rank: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ what construction costs
 def exchanges_of_construction(rank: int, units: int, options: dict[str, Any]) -> list[str]:
     """Labels of this replica's exchanges while a model of so many units, and a root, is built."""
-    from shardkit.backends.xla.backend import XlaBackend
+    from shardkit.backends.xla import XlaBackend
 
     backend = get_backend("xla")
     assert isinstance(backend, XlaBackend)

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shardkit.checkpoint.files.writing import write_atomically
 from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
-from shardkit.torch_seams.live_memory import LiveTensors
+from shardkit.torch_seams.tensors import LiveTensors
 from shardkit.types import AnyCallable, ProcessGroup, SavedState, StateDict, Tree
 
 

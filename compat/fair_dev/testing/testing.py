@@ -25,9 +25,9 @@ from shardkit.errors import ConfigurationError
 from shardkit.model_parallel.groups import (
     destroy_model_parallel,
     initialize_model_parallel,
+    model_parallel_cuda_manual_seed,
     model_parallel_is_initialized,
 )
-from shardkit.model_parallel.random import model_parallel_cuda_manual_seed
 from shardkit.types import AnyCallable, Args, StateDict, Tree
 
 filename_mpi: str | None = None

@@ -3,7 +3,7 @@
 from torch import nn
 
 from shardkit.flattening.bucket import GradBucket, ParamBucket
-from shardkit.flattening.keys import WRAPPED, rename_prefix
+from shardkit.flattening.flat_parameter import WRAPPED, rename_prefix
 from shardkit.flattening.wrapper import FlattenParamsWrapper
 from shardkit.types import StateDict
 

@@ -17,7 +17,7 @@ from typing import TypedDict, cast
 
 import torch
 
-from shardkit.backends.xla.backend import sleep
+from shardkit.backends.xla import sleep
 from shardkit.checkpoint.files.loading import load
 from shardkit.checkpoint.files.writing import save
 from shardkit.checkpoint.tools.rank_files import parameters_in

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.internal.containers import pack_kwargs, unpack_kwargs
+from shardkit.internal.params import pack_kwargs, unpack_kwargs
 from shardkit.types import Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
 from shardkit.xla.ranks import names_of

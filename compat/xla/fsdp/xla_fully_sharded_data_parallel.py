@@ -19,9 +19,9 @@ from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, TrainingState
-from shardkit.reduction.norms import clip_params
+from shardkit.reduction.shard_gradients import clip_params
 from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize, move_buffers
-from shardkit.torch_seams.module_versions import versions_of
+from shardkit.torch_seams.wrappers import versions_of
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
 

@@ -2,9 +2,8 @@
 other formats of them. One tensor is in memory at a time.
 """
 
-from .comparing import Comparison, Difference, Verified, compare, verify
+from .comparing import Comparison, Difference, Verified, compare, open_checkpoint, verify
 from .converting import Conversion, Converted, convert
-from .opening import open_checkpoint
 from .stored import Checkpoint
 
 __all__ = [

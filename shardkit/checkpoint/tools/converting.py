@@ -17,9 +17,8 @@ from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import Manifest, ManifestItem, best_hash, stored_file
 from ..format.metadata import dotted
 from . import rank_files
-from .comparing import same_bits
+from .comparing import open_checkpoint, same_bits
 from .hugging_face import without_wrappers, write_hugging_face
-from .opening import open_checkpoint
 from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put
 from .torch_files import write_torch_file
 

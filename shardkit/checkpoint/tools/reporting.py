@@ -11,9 +11,8 @@ from ...types import StateDict
 from ..format.folders import TEMPORARY, steps_in
 from ..format.manifest import read_manifest
 from ..format.metadata import dotted
-from .comparing import Comparison, Verified, short, short_dtype
+from .comparing import Comparison, Verified, open_checkpoint, short, short_dtype
 from .converting import Converted
-from .opening import open_checkpoint
 from .stored import Checkpoint, StoredTensor, at
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
-from ...torch_seams.strided_views import memory_of, narrowed, storage_order
+from ...torch_seams.tensors import memory_of, narrowed, storage_order
 from ...types import StateDict, Tree
 from ..format.metadata import dotted
 

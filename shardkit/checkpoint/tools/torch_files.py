@@ -14,10 +14,9 @@ from typing import BinaryIO, NamedTuple, cast
 import torch
 
 from ...layout import whole_box
-from ...torch_seams.strided_views import contiguous_strides
+from ...torch_seams.tensors import contiguous_strides
 from ...types import Tree
-from ..files.archive import LOCAL, Damage, View
-from ..files.loading import Reading, guarded, load, load_data
+from ..files.loading import LOCAL, Damage, Reading, View, guarded, load, load_data
 from ..files.rebuilding import LOOKING, STORAGES, Storage
 from ..format.metadata import dotted
 from .stored import FilePlace, Path, StoredPart, StoredTensor, in_memory, mapped

@@ -12,7 +12,7 @@ import torch
 
 from ...tracing.tables import counted, in_bytes, in_time, plain_table
 from ...types import StateDict
-from ..trace.plots import new_figure
+from ..trace import new_figure
 from .devices import Device
 from .stepping import KINDS, Estimate
 from .subjects import Subject

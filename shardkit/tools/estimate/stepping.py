@@ -14,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigurationError, ShardkitError
-from ...torch_seams.live_memory import LiveTensors
+from ...torch_seams.tensors import LiveTensors
 from ...types import Args, Kwargs, Tree
-from .devices import Device, Times, as_fsdp2, clocked
+from .devices import CountingBackend, Device, Mark, Tape, Times, as_fsdp2, clocked
 from .subjects import STRATEGIES, Sharded, Subject, fsdp2_padding, fullest_rank, kinds_of
-from .tape import CountingBackend, Mark, Tape
 
 # ------------------------------------------------------------ memory
 KINDS = ("parameters", "gathered", "gradients", "optimizer state", "activations")

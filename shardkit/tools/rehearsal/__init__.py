@@ -3,7 +3,6 @@
 Says who would hang and where, before a cluster is asked for: see docs/REHEARSAL.md.
 """
 
-from .report import Report
-from .running import rehearse
+from .running import Report, rehearse
 
 __all__ = ["Report", "rehearse"]

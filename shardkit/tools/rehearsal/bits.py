@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from shardkit.errors import ConfigurationError
 from shardkit.optimizers.shards import changed_by_steps, listing_of
 from shardkit.torch_seams.dtensors import local_of
-from shardkit.torch_seams.tensor_facts import as_plain
+from shardkit.torch_seams.tensors import as_plain
 from shardkit.types import Tree
 
 from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
-from .report import Report
-from .running import rehearse
+from .running import Report, rehearse
 
 
 class RankPart(NamedTuple):

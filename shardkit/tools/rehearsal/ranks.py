@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardkit.backends.diagnosis.stack_report import Call, SourceLine, here
-from shardkit.backends.simulated.group import SimulatedGroup
+from shardkit.backends.simulated import SimulatedGroup
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
-from shardkit.optimizers.stepping import take_part
-from shardkit.torch_seams.live_memory import LiveTensors, parts_with_memory
+from shardkit.optimizers.shards import take_part
+from shardkit.torch_seams.tensors import LiveTensors, parts_with_memory
 from shardkit.types import StateDict, Tree
 
 

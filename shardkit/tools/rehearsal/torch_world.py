@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from shardkit.backends.diagnosis.stack_report import Call
-from shardkit.backends.simulated.group import Line, SimulatedGroup
+from shardkit.backends.eager import worlds_of_ranks
+from shardkit.backends.simulated import Line, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.backends.simulated.rank_threads import Condition, RankThreads
-from shardkit.backends.worlds import worlds_of_ranks
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Tree
 

@@ -20,8 +20,7 @@ from .comparing import (
     first_parting,
     tolerance_of,
 )
-from .differential import Report, Side, Verifier, verify
-from .experiment import Experiment
+from .differential import Experiment, Report, Side, Verifier, verify
 
 __all__ = [
     "EXACT",

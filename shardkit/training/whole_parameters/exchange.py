@@ -32,7 +32,7 @@ from ...errors import LifecycleError
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.store import own_part, put_together, taken_apart
 from ...layout import Piece
-from ...torch_seams.tensor_facts import as_plain
+from ...torch_seams.tensors import as_plain
 from ...tracing.ranges import WholeRanges
 from .listed import Part
 

@@ -23,7 +23,7 @@ from ...fsdp.state import plain_name, state_of
 from ...layout import Piece
 from ...optimizers.shards import listing_of, note_stand_in, shard_behind
 from ...torch_seams.dtensors import is_dtensor
-from ...torch_seams.tensor_facts import ALIKE, FACTS, SHAPE, as_plain, name_of
+from ...torch_seams.tensors import ALIKE, FACTS, SHAPE, as_plain, name_of
 from ...types import AnyCallable, Args, Kwargs, Memo, Tree
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")

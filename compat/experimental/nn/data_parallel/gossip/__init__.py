@@ -1,8 +1,618 @@
-"""fairscale.experimental.nn.data_parallel.gossip: LocalSGD, stochastic gradient push, slow momentum."""
+"""fairscale.experimental.nn.data_parallel.gossip, its distributed included: LocalSGD, stochastic gradient push, slow
+momentum. Nodes step on their own and agree from time to time.
 
-from .distributed import GossipOptions as GossipOptions
-from .distributed import Nodes as Nodes
-from .distributed import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
-from .distributed import SlowMoDataParallel as SlowMoDataParallel
-from .distributed import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
-from .distributed import SlowMomentumOptions as SlowMomentumOptions
+Ranks next to each other make nodes, of which the first ranks talk to each other. By stochastic gradient push, each
+step, a node averages with some peers.
+
+Source: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning" (2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from shardkit.backend import Group, ReduceOp, backend_for
+from shardkit.errors import ConfigurationError
+from shardkit.internal.params import average_gradients, average_together
+from shardkit.layout import ShardLayout
+from shardkit.oss.exchange import BufferSync, broadcast_module, broadcast_together
+from shardkit.torch_seams.hooks import BackwardState, tensors_in, watch_outputs
+from shardkit.types import ProcessGroup, StateDict, Tree
+
+from .graph_manager import (
+    Gossiper,
+    GraphManager,
+    MixingManager,
+    NPeerDynamicDirectedExponentialGraph,
+    PushPull,
+    PushSum,
+    UniformMixing,
+)
+from .utils import MultiProcessAdapter, flatten_tensors, unflatten_tensors
+
+HEARTBEAT_TIMEOUT = 300  # fairscale's; the group's own timeout counts here
+BROADCAST_BUCKET_SIZE = 10 * 1024 * 1024
+
+
+# ------------------------------------------------------------ nodes
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """This rank's place among nodes of equal size.
+
+    Attributes:
+        world: all ranks.
+        ranks: how many make a node.
+        masters: the first ranks of nodes; None on the others.
+        own: the ranks of this node; None where it has one.
+    """
+
+    world: Group
+    ranks: int
+    masters: Group | None
+    own: Group | None
+
+    @property
+    def local_rank(self) -> int:
+        """Returns this rank's place within its node."""
+        return self.world.rank % self.ranks
+
+    @property
+    def index(self) -> int:
+        return self.world.rank // self.ranks
+
+    @property
+    def count(self) -> int:
+        return self.world.world_size // self.ranks
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        ranks: int,
+        world: ProcessGroup = None,
+        masters: ProcessGroup = None,
+        own: ProcessGroup = None,
+    ) -> Nodes:
+        """Nodes of so many ranks, over the backend that serves the module's parameters (collective).
+
+        Args:
+            world, masters, own: process groups, as of the attributes; None: made here.
+
+        Raises:
+            ConfigurationError: the ranks don't make whole nodes.
+        """
+        backend = backend_for(module.parameters())
+        everyone: Group = backend.group(world)
+        size = everyone.world_size
+        if ranks < 1 or size % ranks:
+            raise ConfigurationError(
+                f"nprocs_per_node is {ranks}; the {size} ranks must make whole nodes of that many"
+            )
+        if ranks == 1:
+            return cls(everyone, ranks, everyone, None)
+        local_rank, index = everyone.rank % ranks, everyone.rank // ranks
+        node: Group | None
+        if own is not None:
+            node = backend.group(own)
+        else:
+            node = [everyone.new_group(range(i, i + ranks)) for i in range(0, size, ranks)][index]
+        if masters is None:
+            return cls(everyone, ranks, everyone.new_group(range(0, size, ranks)), node)
+        return cls(everyone, ranks, backend.group(masters) if local_rank == 0 else None, node)
+
+
+# ------------------------------------------------------------ averages with some peers
+@dataclasses.dataclass(frozen=True)
+class GossipOptions:
+    """With whom to gossip, and how much.
+
+    Attributes:
+        graph: the peers; default: each step one peer, 1, 2, 4, ... nodes ahead.
+        mixing: the shares; default: the same for each peer and the own node.
+        push_sum: PushSum or PushPull, which are the same here.
+        averages_before_slow_momentum: average all nodes then, not some.
+    """
+
+    graph: GraphManager | None = None
+    mixing: MixingManager | None = None
+    push_sum: bool = True
+    averages_before_slow_momentum: bool = False
+
+
+class StochasticGradientPush:
+    """Parameters of which a node has a share, and the share: their quotient is what the model computes with.
+
+    Args:
+        options: with whom, and how much.
+
+    Attributes:
+        weight: the share, [1], in fp32 at least.
+        is_weighed: whether the parameters are multiplied by it now.
+
+    Raises:
+        ConfigurationError: the backend can't send different things from rank to rank.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], nodes: Nodes, options: GossipOptions) -> None:
+        backend = nodes.world.backend
+        if backend.even_shards_only:
+            raise ConfigurationError(
+                f"gossip sends different things from rank to rank, which backend {backend.name!r} can't; "
+                "use SlowMoBaseAlgorithm.LOCALSGD"
+            )
+        self.options = options
+        self._params = list(params)
+        self._graph = options.graph or NPeerDynamicDirectedExponentialGraph(
+            nodes.index, nodes.count, nodes.ranks, nodes.local_rank
+        )
+        first = self._params[0]
+        self._mixing = options.mixing or UniformMixing(self._graph, first.device)
+        self._regular = self._mixing.is_regular()
+        self._gossiper: type[Gossiper] = PushSum if options.push_sum else PushPull
+        self.weight = torch.ones(
+            1, device=first.device, dtype=torch.promote_types(first.dtype, torch.float32)
+        )
+        self.is_weighed = False
+
+    def check_unbiased(self) -> None:
+        """Raises ConfigurationError where averages with some peers have a bias."""
+        if not self._regular:
+            raise ConfigurationError(
+                "this mixing gives biased averages, which slow momentum can't be applied to; set "
+                "slowmo_memory_efficient or slowmo_sgp_average_params"
+            )
+
+    def gossip(self, tensors: list[torch.Tensor], nodes: Group) -> None:
+        """Makes one step of push-sum: keeps a share, sends the rest, adds what comes."""
+        own = self._mixing.get_mixing_weights(residual_adjusted=False)["lo"].to(self.weight)
+        weight = self.weight * own
+        dtype = tensors[0].dtype
+        if any(t.dtype is not dtype for t in tensors):
+            raise ConfigurationError("SGP sends parameters as one vector; they must have one dtype")
+        flat = flatten_tensors(tensors).mul_(own.to(dtype))
+        gossiper = self._gossiper(flat, self._graph, mixing=self._mixing)
+        gossiper.group = nodes
+        received, received_weight = gossiper.mix(flat, weight.to(dtype))
+        for tensor, new in zip(tensors, unflatten_tensors(flat.add_(received), tensors), strict=True):
+            tensor.copy_(new)
+        self.weight.copy_(torch.ones_like(weight) if self._regular else weight + received_weight)
+
+    @torch.no_grad()
+    def weigh(self) -> None:
+        """Makes parameters what push-sum mixes and the optimizer changes: times their weight."""
+        if not self._regular and not self.is_weighed:
+            torch._foreach_mul_(self._params, self.weight.item())
+            self.is_weighed = True
+
+    @torch.no_grad()
+    def unbias(self) -> None:
+        """Makes parameters what the model uses: divided by their weight."""
+        if not self._regular and self.is_weighed:
+            torch._foreach_div_(self._params, self.weight.item())
+            self.is_weighed = False
+
+
+# ------------------------------------------------------------ training
+class SlowMoBaseAlgorithm(str, enum.Enum):
+    """Names how nodes agree, more or less, between slow momentum steps."""
+
+    LOCALSGD = "localsgd"
+    SGP = "sgp"
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowMomentumOptions:
+    """Slow momentum, of which :class:`SlowMomentum` is the computation.
+
+    Attributes:
+        momentum, lr: β and α; with 0 and 1 there is no slow momentum.
+        frequency: steps from one slow momentum step to the next.
+        shards: its state is sharded over so many ranks, and its step averages all of them; 0: each rank has all of it.
+    """
+
+    momentum: float = 0.5
+    lr: float = 1.0
+    frequency: int = 48
+    shards: int = 32
+
+    def is_due(self, step: int) -> bool:
+        """Says whether it comes after this step, counted from 1."""
+        return self.is_on and step % self.frequency == 0
+
+    @property
+    def is_on(self) -> bool:
+        """Says whether there is slow momentum at all."""
+        return self.lr != 1 or self.momentum != 0
+
+
+class SlowMoDataParallel(nn.Module):
+    """Data parallel training in which nodes step on their own and agree from time to time.
+
+    After each ``optimizer.step()`` comes ``model.perform_slowmo(optimizer)``. The ranks of a node share gradients in
+    every backward. LocalSGD averages nodes every ``localsgd_frequency`` steps;
+    SGP (stochastic gradient push) averages with some peers in every step. Rank 0's parameters are taken at the start,
+    and slow momentum starts from them. LocalSGD averages before every slow momentum step.
+
+    Args:
+        module: the model.
+        nodes: which ranks make a node.
+        algorithm: LOCALSGD or SGP.
+        slow: slow momentum.
+        localsgd_frequency: steps from one average to the next.
+        gossip: (SGP) with whom to gossip, and how much.
+        broadcast_buffers: take rank 0's buffers after training forwards.
+
+    Raises:
+        ConfigurationError: options that don't fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        nodes: Nodes,
+        algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
+        slow: SlowMomentumOptions | None = None,
+        *,
+        localsgd_frequency: int = 3,
+        gossip: GossipOptions | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._nodes = nodes
+        broadcast_module(module, nodes.world)
+        self._buffers_sync = BufferSync(module, nodes.world, broadcast_buffers)
+        self._backward = BackwardState(self._after_backward)
+        several = nodes.count > 1  # else the ranks of one node agree in every backward
+        is_push = SlowMoBaseAlgorithm(algorithm) is SlowMoBaseAlgorithm.SGP
+        self._localsgd_frequency = localsgd_frequency if several and not is_push else 0
+        self._slow = slow or SlowMomentumOptions()
+        self._slow_momentum = SlowMomentum(nodes.world, self._slow.momentum, self._slow.lr, self._slow.shards)
+        self._steps = 0
+        self._push: StochasticGradientPush | None = None
+        if several and is_push:
+            gossip = gossip or GossipOptions()
+            self._push = StochasticGradientPush(module.parameters(), nodes, gossip)
+            if self._slow.is_on and not self._slow.shards and not gossip.averages_before_slow_momentum:
+                self._push.check_unbiased()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts slow momentum from the parameters of now, kept on the host until the optimizer is known."""
+        self._slow_momentum.started = False
+        params = self.module.parameters() if self._slow.is_on else ()
+        self._start = [p.detach().to("cpu", copy=True) for p in params]
+
+    # -------------------------------------------------------------------------------------- training
+    def forward(self, *inputs: Tree, **kwargs: Tree) -> Tree:
+        if self._push is not None:
+            self._push.unbias()
+        if self.training:
+            self._buffers_sync.sync_if_changed()
+            self._buffers_sync.changed = True
+        outputs = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled() and (self._nodes.own is not None or self._push is not None):
+            watch_outputs(tensors_in(outputs), self._backward.on_output)
+        return outputs
+
+    def _after_backward(self) -> None:
+        if self._nodes.own is not None:
+            average_gradients([p for p in self.module.parameters() if p.requires_grad], self._nodes.own)
+        if self._push is not None:
+            self._push.weigh()
+
+    @torch.no_grad()
+    def perform_slowmo(self, optimizer: torch.optim.Optimizer, fp32_params: Tree = None) -> None:
+        """Averages and applies slow momentum, when they are due; all ranks call it after each ``optimizer.step()``.
+
+        Args:
+            optimizer: whose parameters slow momentum is applied to.
+            fp32_params: the parameters' fp32 copies where they are fp16: one vector, a list, or a dict of one of them.
+        """
+        copies = _copies(fp32_params)
+        if self._slow.is_on and not self._slow_momentum.started:
+            self._slow_momentum.start(optimizer, self._starting_values(copies))
+            self._start = []
+        if self._push is not None:
+            self._push.weigh()
+        step = self._steps + 1
+        slow = self._slow.is_due(step)
+        averages_itself = slow and self._slow.shards > 0
+        if self._push is not None:
+            average = slow and self._push.options.averages_before_slow_momentum
+        else:
+            average = self._localsgd_frequency > 0 and (slow or step % self._localsgd_frequency == 0)
+        if not averages_itself and (average or self._push is not None):
+            self._agree(copies or list(self.module.parameters()), average)
+        if slow:
+            self._slow_momentum.step(optimizer)
+        if self._push is not None and (averages_itself or average):
+            self._push.weight.fill_(1)
+        _copy_back(copies, list(self.module.parameters()))
+        self._steps = step
+
+    def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
+        """Takes all nodes' average, or a step of gossip; then the node's other ranks take what its first rank has."""
+        masters, node = self._nodes.masters, self._nodes.own
+        if masters is not None and average:
+            average_together(tensors, masters, "parameters")
+        elif masters is not None and self._push is not None:
+            self._push.gossip(tensors, masters)
+        if node is not None:
+            broadcast_together(tensors, node, "parameters of the node's first rank")
+
+    def _starting_values(self, copies: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Returns what parameters, or their copies, were at the beginning."""
+        if len(copies) == 1 and len(self._start) > 1:
+            return {copies[0]: torch.cat([t.reshape(-1) for t in self._start])}
+        return dict(zip(copies or self.module.parameters(), self._start, strict=True))
+
+    # -------------------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> StateDict:  # type: ignore[override]
+        """Returns the module's, and for SGP the weight of push-sum; slow momentum is not in it."""
+        state: StateDict = super().state_dict()
+        if self._push is not None:
+            state["ps_weight"] = self._push.weight.cpu()
+            state["is_sgp_ps_numerator"] = self._push.is_weighed
+        return state
+
+    def load_state_dict(self, state_dict: StateDict) -> None:  # type: ignore[override]
+        """Takes the state over; slow momentum begins anew from there. The argument is left alone."""
+        state = dict(state_dict)
+        if self._push is not None:
+            self._push.weight.copy_(state.pop("ps_weight"))
+            self._push.is_weighed = bool(state.pop("is_sgp_ps_numerator"))
+        super().load_state_dict(state)
+        self._begin()
+
+
+def _copies(fp32_params: Tree) -> list[torch.Tensor]:
+    if isinstance(fp32_params, dict):
+        if len(fp32_params) != 1:
+            raise ConfigurationError(f"fp32_params is a dict of {len(fp32_params)}; there must be one entry")
+        (fp32_params,) = fp32_params.values()
+    if fp32_params is None:
+        return []
+    return [fp32_params] if isinstance(fp32_params, torch.Tensor) else list(fp32_params)
+
+
+def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
+    if copies:
+        flat = copies[0] if len(copies) == 1 else torch.cat([c.reshape(-1) for c in copies])
+        for p, new in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.copy_(new.view(p.shape))
+
+
+# ------------------------------------------------------------ slow momentum
+# Sources: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Wang et al., "SlowMo: Improving
+# Communication-Efficient Distributed SGD with Slow Momentum" (2020), Algorithm 1: after the inner steps with rate γ,
+#
+#    u <- β u + (x_0 - mean(x)) / γ,    x_0 <- x_0 - α γ u,    x <- x_0 on all ranks.
+
+
+class SlowMomentum:
+    """The outer step: slow momentum on what the inner optimizers of all ranks have reached.
+
+    Parameters of the optimizer, seen as one vector, are cut into equal shards. The rank that owns a shard averages it
+    over all ranks, applies the momentum, and sends it to all.
+
+    Args:
+        momentum: β.
+        lr: α.
+        num_shards: how many ranks, from the first on, share the state (twice the parameters); 0: every rank has all of
+            it, and parameters are averaged by somebody else, before.
+    """
+
+    def __init__(self, group: Group, momentum: float, lr: float, num_shards: int) -> None:
+        self.momentum = momentum
+        self.lr = lr
+        self._group = group
+        self._num_shards = min(num_shards, group.world_size)
+        self._outer: torch.Tensor | None = None  # x_0, of the own shard
+        self._velocity: torch.Tensor | None = None  # u
+        self.started = False
+
+    @torch.no_grad()
+    def start(self, optimizer: torch.optim.Optimizer, values: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Begins anew from these values of parameters (default: what they are now), without momentum.
+
+        Raises:
+            ConfigurationError: the parameters have several dtypes or devices.
+        """
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        kinds = {(p.dtype, p.device) for p in params}
+        if len(kinds) != 1:
+            raise ConfigurationError(
+                f"slow momentum needs parameters of one dtype on one device; the optimizer has {kinds}"
+            )
+        self.started = True
+        self._outer = self._velocity = None
+        now = [_laid_out_as(p, values.get(p, p)) for p in params]
+        for shard, pieces in self._shards(now):
+            if self._owns(shard):
+                self._outer = torch.cat([values for _, values in pieces]).to(params[0])
+                self._velocity = torch.zeros_like(self._outer)
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes a slow step; every rank calls it, after the same number of inner steps."""
+        listed = [(p, group["lr"]) for group in optimizer.param_groups for p in group["params"]]
+        for shard, pieces in self._shards([p for p, _ in listed]):
+            rates = [listed[item][1] for item, _ in pieces]
+            views = [values for _, values in pieces]
+            if self._num_shards == 0:
+                self._apply(views, rates)
+                continue
+            flat = torch.cat(views)
+            self._group.reduce(flat, shard, op=ReduceOp.AVG, label="slow momentum")
+            parts = flat.split([values.numel() for values in views])
+            if self._owns(shard):
+                self._apply(parts, rates)
+            self._group.broadcast(flat, shard, label="slow momentum")
+            for part, values in zip(parts, views, strict=True):
+                values.copy_(part)
+
+    def _shards(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[tuple[int, torch.Tensor]]]]:
+        """Lists shards that have elements: their pieces of parameters, as views [n] in the order of their memory."""
+        layout = ShardLayout(tuple(p.numel() for p in params), max(self._num_shards, 1))
+        for shard, pieces in itertools.groupby(layout.pieces(), key=lambda piece: piece.rank):
+            vectors = ((p, params[p.item]) for p in pieces)  # of any dense layout, as channels last
+            yield (
+                shard,
+                [
+                    (p.item, t.detach().as_strided((p.numel,), (1,), t.storage_offset() + p.start))
+                    for p, t in vectors
+                ],
+            )
+
+    def _owns(self, shard: int) -> bool:
+        return self._num_shards == 0 or shard == self._group.rank
+
+    def _apply(self, parts: Sequence[torch.Tensor], rates: Sequence[float]) -> None:
+        """Applies Algorithm 1 to the own shard, in place, with the inner optimizer's rate of each part."""
+        if self._outer is None or self._velocity is None:
+            raise ConfigurationError("slow momentum was not started: call start(optimizer, {}) before step()")
+        sizes = [values.numel() for values in parts]
+        outers, velocities = self._outer.split(sizes), self._velocity.split(sizes)
+        for values, lr, outer, velocity in zip(parts, rates, outers, velocities, strict=True):
+            # nothing can be said about u; where the optimizer moved nothing, x_0 stays as well
+            if lr == 0:
+                outer.copy_(values)
+                continue
+            velocity.mul_(self.momentum).add_((outer - values) / lr)
+            outer.sub_(velocity * (self.lr * lr))
+            values.copy_(outer)
+
+
+def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns a value with the strides of a parameter."""
+    if value.stride() == p.stride():
+        return value
+    return torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value.view(p.shape))
+
+
+# ------------------------------------------------------------ by fairscale's name
+class SlowMoDistributedDataParallel(SlowMoDataParallel):
+    """:class:`SlowMoDataParallel` with fairscale's arguments. Where it departs from fairscale's:
+
+    * Rank 0's parameters are taken at the start, and slow momentum starts from them. fairscale starts from what each
+      rank has after its first step, and ranks never come together again without ``slowmo_memory_efficient``.
+    * LocalSGD averages before every slow momentum step (fairscale: only where ``slowmo_frequency`` is a multiple of
+      ``localsgd_frequency``, or with ``slowmo_memory_efficient``).
+    * With ``fp32_params``, those are averaged, not the fp16 ones with a correction of their errors.
+    * Weights of push-sum are 1 again after a full average.
+
+    Args:
+        nprocs_per_node: how many ranks, next to each other, make a node.
+        broadcast_buffers: take rank 0's buffers after training forwards.
+        slowmo_base_algorithm: LOCALSGD or SGP.
+        slowmo_momentum, slowmo_lr: β and α; with 0 and 1 there is no slow momentum.
+        slowmo_memory_efficient: its state is sharded over ranks, and its step averages all of them.
+        slowmo_frequency: steps from one slow momentum step to the next.
+        slowmo_num_shards: over how many ranks at most the state is sharded.
+        localsgd_frequency: steps from one average to the next.
+        graph, mixing: (SGP) with whom to gossip, and how much; default: each step one peer, 1, 2, 4, ... nodes ahead.
+        push_sum: (SGP) PushSum or PushPull, which are the same here.
+        slowmo_sgp_average_params: (SGP) average all nodes before slow momentum.
+        overlap, synch_freq, use_streams: refused or ignored; gossip does not overlap (neither does fairscale's).
+        verbose: log at level DEBUG.
+        profile_mode: refused; use torch.profiler.
+        process_rank, process_world_size: must be those of the group, if given.
+        global_group, master_group, local_node_group: all ranks, the first ranks of nodes, and the ranks of this node.
+        comm_device: ignored: communication goes from where the parameters are.
+
+    Raises:
+        ConfigurationError: nodes of uneven size, options that don't fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        nprocs_per_node: int,
+        broadcast_buffers: bool = True,
+        slowmo_base_algorithm: SlowMoBaseAlgorithm = SlowMoBaseAlgorithm.LOCALSGD,
+        slowmo_momentum: float = 0.5,
+        slowmo_memory_efficient: bool = True,
+        slowmo_frequency: int = 48,
+        slowmo_lr: float = 1.0,
+        slowmo_num_shards: int = 32,
+        localsgd_frequency: int = 3,
+        graph: GraphManager | None = None,
+        mixing: MixingManager | None = None,
+        push_sum: bool = True,
+        overlap: bool = False,
+        synch_freq: int = 0,
+        use_streams: bool = True,
+        slowmo_sgp_average_params: bool = False,
+        verbose: bool = False,
+        profile_mode: bool = False,
+        process_rank: int | None = None,
+        process_world_size: int | None = None,
+        global_group: ProcessGroup = None,
+        master_group: ProcessGroup = None,
+        local_node_group: ProcessGroup = None,
+        comm_device: torch.device | None = None,
+    ) -> None:
+        if overlap or profile_mode:
+            raise ConfigurationError(
+                f"overlap={overlap}, profile_mode={profile_mode}: gossip does not overlap (fairscale refuses it as "
+                "well), and torch.profiler shows where time goes; leave both False"
+            )
+        nodes = Nodes.of(module, nprocs_per_node, global_group, master_group, local_node_group)
+        _check_place(nodes, process_rank, process_world_size)
+        shards = slowmo_num_shards if slowmo_memory_efficient else 0
+        super().__init__(
+            module,
+            nodes,
+            slowmo_base_algorithm,
+            SlowMomentumOptions(slowmo_momentum, slowmo_lr, slowmo_frequency, shards),
+            localsgd_frequency=localsgd_frequency,
+            gossip=GossipOptions(graph, mixing, push_sum, slowmo_sgp_average_params),
+            broadcast_buffers=broadcast_buffers,
+        )
+        self.logger: logging.Logger | MultiProcessAdapter = logging.getLogger(__name__)
+        if verbose:
+            self.logger.setLevel(logging.DEBUG)
+            self.logger = MultiProcessAdapter(self.logger, {"process_num": nodes.world.rank})
+        self.broadcast_buffers = broadcast_buffers
+        self.localsgd_frequency = localsgd_frequency
+        self.slowmo_sgp_average_params = slowmo_sgp_average_params
+        # where this rank is, and what is on, by fairscale's names
+        self.process_rank, self.process_world_size = nodes.world.rank, nodes.world.world_size
+        self.nprocs_per_node, self.local_rank = nodes.ranks, nodes.local_rank
+        self.logical_rank, self.logical_world_size = nodes.index, nodes.count
+        self.localsgd, self.sgp = self._localsgd_frequency > 0, self._push is not None
+        self.slowmo, self.slowmo_lr, self.slowmo_momentum = self._slow.is_on, slowmo_lr, slowmo_momentum
+        self.slowmo_frequency, self.slowmo_memory_efficient = slowmo_frequency, shards > 0
+        self.slowmo_num_shards = min(nodes.world.world_size, shards) or 1
+
+    @property
+    def ps_weight(self) -> torch.Tensor:
+        """Returns the weight of push-sum, [1] (SGP)."""
+        if self._push is None:
+            raise AttributeError("ps_weight: only SGP over several nodes has a weight")
+        return self._push.weight
+
+    @property
+    def is_sgp_ps_numerator(self) -> bool:
+        """Says whether parameters are multiplied by the weight now (SGP)."""
+        return self._push is not None and self._push.is_weighed
+
+    num_updates = property(attrgetter("_steps"))
+
+
+def _check_place(nodes: Nodes, rank: int | None, world_size: int | None) -> None:
+    """Raises ConfigurationError for a place, if it is given, that is not the group's."""
+    real = nodes.world.rank, nodes.world.world_size
+    if any(given not in (None, true) for given, true in zip((rank, world_size), real, strict=True)):
+        raise ConfigurationError(
+            f"process_rank={rank}, process_world_size={world_size}; the group says {real[0]} of {real[1]}"
+        )

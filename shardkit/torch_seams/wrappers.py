@@ -8,8 +8,10 @@ parameters of one rank or device to the others, are met when they register the m
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection
+from typing import TypeVar, cast
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -17,7 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError
-from ..types import Tree
+from ..types import AnyCallable, SavedState, StateDict, Tree
 
 _OF_TORCH = {
     DistributedDataParallel: "torch.nn.parallel.DistributedDataParallel",
@@ -166,3 +168,46 @@ def _refuse(wrapper: nn.Module, why: str) -> None:
         "prepare(model), and prepare() for optimizers and data loaders; give Lightning Fabric a strategy whose "
         "setup_module returns the module"
     )
+
+
+# ------------------------------------------------------------ forward, with the signature of what is wrapped
+# Trainers read it: transformers' drops the columns of a data set that a model's forward has no parameter for.
+F = TypeVar("F", bound=AnyCallable)
+
+
+def signed_as_wrapped(forward: F) -> F:
+    """Decorates a wrapper's ``forward(self, *args, **kwargs)``; the wrapped module is its attribute ``module``."""
+    return cast(F, _Forward(forward))
+
+
+class _Forward:
+    """A method; functions can't have another signature for each object."""
+
+    def __init__(self, function: AnyCallable) -> None:
+        self._function = self.__wrapped__ = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, wrapper: object, owner: type | None = None) -> AnyCallable:
+        return self._function if wrapper is None else _Bound(self._function, wrapper)
+
+
+class _Bound(functools.partial[Tree]):
+    """The method of one wrapper. Calling it adds no call of Python's."""
+
+    __name__ = "forward"
+
+    @property
+    def __self__(self) -> object:
+        return self.args[0]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].module.forward)
+
+
+def versions_of(state_dict: SavedState) -> StateDict | None:
+    """Returns what torch noted, by path; None in dicts that were copied without the attribute."""
+    try:
+        return state_dict._metadata  # type: ignore[attr-defined]
+    except AttributeError:
+        return None

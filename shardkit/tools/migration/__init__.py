@@ -1,1 +1,0 @@
-"""Rewrites code from fairscale to shardkit."""

@@ -1,1 +1,0 @@
-"""Explains traces: where steps lose time, which rank is late, and what to change."""
