@@ -116,7 +116,8 @@ class Mirrored(Stored):
     def _now(self) -> tuple[object, ...]:
         """Tells changes of the shard: by its version, and those around it by some of its numbers."""
         shard = self._flat.param.data.view(-1)
-        return self._flat.version, shard.data_ptr(), shard[:: max(1, len(shard) // _SAMPLE)].tolist()
+        sample = [] if shard.is_meta else shard[:: max(1, len(shard) // _SAMPLE)].tolist()
+        return self._flat.version, shard.data_ptr(), sample
 
     @torch.no_grad()
     def renew(self, always: bool = True) -> None:

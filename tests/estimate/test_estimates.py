@@ -51,7 +51,8 @@ def test_kinds_of_language_models(kind: str, tmp_path: Path) -> None:
              "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}  # fmt: skip
     path.write_text(json.dumps({"model_type": kind, **sizes}))
     found = estimate(from_hugging_face(path, compute=torch.bfloat16, sequence=16), "fsdp", 8, 2)
-    assert found.collectives["reduce_scatter"] == 3
+    # two blocks and the root; mamba's mixers are units within their blocks, and small ones travel together
+    assert found.collectives["reduce_scatter"] == (4 if kind == "mamba" else 3)
 
 
 @pytest.mark.parametrize(("name", "strategy", "ranks"), CASES)

@@ -307,6 +307,6 @@ def blocks_of(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
     """Makes a unit of each part of a model that the integrations take as one."""
     blocks = {id(m) for m in Sharding().units_of(model)}
     children = [(m, *named) for m in model.modules() for named in m.named_children()]
-    for parent, name, child in children:
+    for parent, name, child in reversed(children):  # a unit within another one comes first
         if id(child) in blocks:
             setattr(parent, name, unit(child))
