@@ -24,7 +24,7 @@ Hook: TypeAlias = Callable[[torch.Tensor], object]
 
 
 class Comm(Protocol):
-    """What torch's AllGather and ReduceScatter have."""
+    """Sends messages as torch's AllGather and ReduceScatter do."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 

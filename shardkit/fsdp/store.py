@@ -357,7 +357,7 @@ class Store(ABC):
             self._be_attributes(False)
 
     def _be_attributes(self, have_values: bool) -> None:
-        """Makes attributes of modules the original parameters, or what is listed; see ``registered.py``."""
+        """Makes attributes of modules the original parameters, or what is listed; see ``flat_param.py``."""
         for original in self._originals:
             for module, name in original.places:
                 if have_values:
