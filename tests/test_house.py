@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 425,
     "shardkit/oss": 2_950,
     "shardkit/pipeline": 1_535,
-    "shardkit/reduction": 1_550,
+    "shardkit/reduction": 1_553,
     "shardkit/tools": 7_906,
     "shardkit/torch_seams": 1_190,
     "shardkit/tracing": 1_620,

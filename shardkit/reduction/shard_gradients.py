@@ -303,7 +303,10 @@ class GradientInParts(MarkedTensor):
         if func is _UNSCALE or ((func in _NORM or func is _NORMS) and _is_clipping()):
             raise asked_in_parts()
         with as_plain():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.detach:  # torch_xla's clipping takes norms of detached ones
+            mark_in_parts(result)
+        return result
 
 
 def mark_in_parts(gradient: torch.Tensor) -> None:
