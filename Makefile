@@ -120,8 +120,7 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   extra/test_adam.py::test_within_oss oss/test_oss.py::test_every_optimizer_of_torch \
   model_parallel/test_model_parallel.py::test_llama backends/test_gloo.py::test_sockets_of_a_rank \
   backends/test_gloo.py::test_a_new_default_group_after_the_first_was_destroyed \
-  evaluation/test_gathering.py::test_dtypes_have_to_agree \
-  fsdp/test_uneven.py::test_an_error_on_one_rank_is_told_and_the_next_block_is_right[dtensors])
+  evaluation/test_gathering.py::test_dtypes_have_to_agree)
 
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
