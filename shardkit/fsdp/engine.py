@@ -963,9 +963,8 @@ class Engine:
 
     def _repeat_forward(self, goes_on: bool = False) -> None:
         order, ends, begun = self._order, self._order_of_ends, 0
-        reached = {
-            unit for unit in self.units if unit.goes_backward
-        }  # others may be called without gradients
+        # others may be called without gradients
+        reached = {unit for unit in self.units if unit.goes_backward}
         if goes_on:
             begun, ends = len(self._calls), ends[len(self._ends) :]
             self.recording, self.forwards = True, len(ends) - (len(order) - begun)

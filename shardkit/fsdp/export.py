@@ -84,9 +84,8 @@ class SentWeights:
 
     def __init__(self) -> None:
         self._shards: dict[tuple[int, int], torch.Tensor] = {}  # [S], by number of unit and flat parameter
-        self.unchanged: dict[
-            tuple[object, ...], list[Change]
-        ] = {}  # of packed weights: empty ones, by how they went
+        # of packed weights: empty ones, by how they went
+        self.unchanged: dict[tuple[object, ...], list[Change]] = {}
 
     def replace(self, key: tuple[int, int], shard: torch.Tensor) -> torch.Tensor | None:
         """Notes what is sent now; returns what was sent before, None if it is no part of the same."""

@@ -122,14 +122,15 @@ class Mirrored(Stored):
     @torch.no_grad()
     def renew(self, always: bool = True) -> None:
         """Copies the shard to the device, beside what is computed; where it has another version, or ``always``."""
-        if not always and self.copied == self._now():
+        now = self._now()
+        if not always and self.copied == now:
             return
         if not self._work.is_done():  # nothing has been computed with what came up last
             self._work.wait_on_host()
         self._work.wait()
         self._staged.copy_(self._flat.param.data.view(-1))
         self._work = self._backend.copy_up(self.copy, self._staged, at_once=self.landing.is_idle)
-        self.copied = self._now()
+        self.copied = now
 
     def sent(self) -> torch.Tensor:
         self.renew(always=False)

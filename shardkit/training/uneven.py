@@ -184,7 +184,7 @@ class _ShardedDDPFollower:
         self.state.accumulating = before
 
     def follow_rest(self) -> None:
-        """There is nothing in it that ranks wait for."""
+        """Does nothing: there is nothing in it that ranks wait for."""
 
     def meets_to_evaluate(self) -> bool:
         return False
@@ -225,7 +225,7 @@ class _Gradients:
             mark_in_parts(gradient)
 
     def begin(self) -> None:
-        """A backward begins, or what was kept is about to be reduced."""
+        """Takes the marks off, as a backward begins or what was kept is about to be reduced."""
         self._note_changes()
         for gradient, kind in self._marked:
             gradient.__class__ = kind  # type: ignore[assignment]
