@@ -120,6 +120,22 @@ class Moves(Answer):
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
 
 
+class ZeroGrad(Answer):
+    """``zero_grad`` of a module inside of a unit: clears gradients of shards that are of its parameters alone.
+
+    Trainers that hold the module that they wrapped call it there. Where a shard is of others' too, or gradients are to
+    be zeros, it raises.
+    """
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        module = self.module
+        inside = {id(p): managing(p) for m in module.modules() for _, p in hidden(m)}
+        for listing in {listing for flat in inside.values() if flat is not None for listing in flat.listings}:
+            if set_to_none and inside.keys() >= {id(original.param) for original in listing.originals}:
+                listing.param.grad = None
+        type(module).zero_grad(module, set_to_none)
+
+
 class KeepsInStep:
     """Whether forwards of a module are ones of all ranks; true or false when transformers asks.
 
@@ -192,6 +208,7 @@ def answer_for(modules: Sequence[nn.Module]) -> None:
     for m in modules:
         m.__dict__["named_parameters"] = NamedParameters(m)
         m.__dict__["_apply"] = Moves(m)
+        m.__dict__["zero_grad"] = ZeroGrad(m)
     for m in around:
         m.__dict__["named_modules"] = NamedModules(m)
 
