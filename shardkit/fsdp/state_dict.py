@@ -327,6 +327,25 @@ def _check_mix(shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata:
                 raise ConfigurationError(f"{key!r} is {other.dtype} on rank 0, {value.dtype} on rank {rank}")
 
 
+def _in_rank_order(
+    shard_weights: Sequence[dict[str, torch.Tensor]], shard_metadata: Sequence[StateDict]
+) -> tuple[Sequence[dict[str, torch.Tensor]], Sequence[StateDict]]:
+    """Returns both in the order of the ranks that the weights tell: a folder lists files in any order.
+
+    Metadata tells no rank. Where its padding doesn't grow in that order it may have come in another one than the
+    weights, and all stays as it is.
+    """
+    if any(note_of(weights) is None for weights in shard_weights):
+        return shard_weights, shard_metadata
+    pairs = sorted(zip(shard_weights, shard_metadata, strict=True), key=lambda pair: note_of(pair[0])["rank"])  # type: ignore[index]
+    each = [[p for e in meta["param_metadata"] for p in e["params"].values()] for _, meta in pairs]
+    for of_ranks in zip(*each, strict=False):
+        padding = [p["padding"] for p in of_ranks]
+        if padding != sorted(padding) or any(p.get("starts") for p in of_ranks):
+            return shard_weights, shard_metadata
+    return [weights for weights, _ in pairs], [meta for _, meta in pairs]
+
+
 def consolidate(
     shard_weights: Sequence[dict[str, torch.Tensor]],
     shard_metadata: Sequence[StateDict],
@@ -336,8 +355,8 @@ def consolidate(
     """Makes one full state dict from the local ones of all ranks, without a process group.
 
     Args:
-        shard_weights: ``local_state_dict()`` of each rank, in rank order.
-        shard_metadata: ``local_metadata_dict()`` of each rank.
+        shard_weights: ``local_state_dict()`` of each rank, in rank order, or in another one if they tell their ranks.
+        shard_metadata: ``local_metadata_dict()`` of each rank, in the same order.
         with_module_buffers: take buffers from rank 0.
         strict: a parameter that the metadata names and the weights lack is an error; else it is left out.
 
@@ -350,6 +369,7 @@ def consolidate(
             f"Require metadata for each shard and non-empty shards: got {len(shard_weights)} state dicts and "
             f"{len(shard_metadata)} metadata dicts"
         )
+    shard_weights, shard_metadata = _in_rank_order(shard_weights, shard_metadata)
     _check_mix(shard_weights, shard_metadata)
     full: dict[str, torch.Tensor] = {}
     for before, key, info, shards in flat_shards(shard_weights, shard_metadata):

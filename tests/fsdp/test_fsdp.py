@@ -290,8 +290,12 @@ def _local(rank: int) -> tuple[Any, Any, Any]:
 
 def test_local_state_dicts_consolidate_without_a_process_group() -> None:
     parts = rank_pool(3).run(_local)
-    full = FSDP.consolidate_shard_weights([p[0] for p in parts], [p[1] for p in parts])
-    assert_equal_state(dict(sorted(full.items())), dict(sorted(parts[0][2].items())))
+    weights, metadata = [p[0] for p in parts], [p[1] for p in parts]
+    for order in ([0, 1, 2], [2, 0, 1]):  # a folder lists files in any order
+        full = FSDP.consolidate_shard_weights([weights[k] for k in order], [metadata[k] for k in order])
+        assert_equal_state(dict(sorted(full.items())), dict(sorted(parts[0][2].items())))
+    with pytest.raises(ConfigurationError, match="in rank order"):
+        FSDP.consolidate_shard_weights([weights[k] for k in order], metadata)
 
 
 @on_ranks(2)
