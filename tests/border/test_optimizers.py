@@ -16,6 +16,7 @@ from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optimizers.elementwise import Verdict, judge
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,
@@ -271,14 +272,16 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ groups
-@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("strategy", [*BY_FSDP, "torch_fsdp", "torch_fsdp_orig"])
 @pytest.mark.parametrize(
     "how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later", "no decay yet"]
 )
 @on_ranks(2)
 def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy: str, how: str) -> None:
+    is_torchs, lists_parts = strategy.startswith("torch_fsdp"), strategy == "torch_fsdp_orig"
     with heard() as messages:
-        model = wrapped(strategy, make_model())
+        model = TorchFSDP(make_model(), use_orig_params=lists_parts) if is_torchs else None
+        model = model or wrapped(strategy, make_model())
         params = list(model.parameters())
         chosen: dict[str, Callable[[nn.Parameter], bool]] = {
             "by ndim": lambda p: p.ndim >= 2,
@@ -298,6 +301,8 @@ def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy:
             optimizer.step()
     # listed in place, rows have their parameter's dimensions
     is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
+    # parts are ordinary vectors, and nobody knows what was asked of them
+    is_wrong = is_wrong or (lists_parts and how == "no decay yet")
     assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 
