@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_945  # of all source; to be lowered with each release
+LINES = 64_921  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_421,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_400,  # the files right there
     "shardkit/checkpoint": 6_745,
     "shardkit/flattening": 880,
-    "shardkit/fsdp": 10_890,
+    "shardkit/fsdp": 10_860,
     "shardkit/integrations": 517,
     "shardkit/launching": 550,
     "shardkit/model_parallel": 1_540,

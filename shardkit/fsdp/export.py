@@ -23,7 +23,7 @@ from ..torch_seams.tensors import INTEGERS, memory_of
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_meta, refuse_split
-from .packed import Packed
+from .own_forms import Packed
 from .state import ShardingState, summoned
 from .state_dict import name_at, unsharded
 

@@ -26,7 +26,6 @@ from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
-from .extended import is_extended
 from .forward import (
     Entered,
     enter,
@@ -35,6 +34,7 @@ from .forward import (
     leave,
 )
 from .originals import check_asker
+from .own_forms import is_extended
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, units_in
 from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place

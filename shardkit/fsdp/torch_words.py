@@ -29,8 +29,8 @@ from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
-from .custom_comms import Comm, Hook
 from .forward import become_root, call_method, cast_inputs, run_gathered
+from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, state_of
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
-from .custom_comms import OWN, CustomComms, sent_by
 from .flat_param import FlatParam
-from .gradients import GradientPack, LocalGradients, StoredPack, pack_for
+from .gradients import OWN, CustomComms, GradientPack, LocalGradients, StoredPack, pack_for, sent_by
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .store import KEPT, SUMMONED, Store, start_together
 
