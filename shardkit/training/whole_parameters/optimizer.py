@@ -18,13 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...backend import Group, ReduceOp
-from ...checks import check_same_everywhere, copy_options, option_facts, options_of, problems_of_ranks
+from ...checks import check_same_everywhere, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_size
 from ...optimizer_state.kinds import check_same_state, check_state, is_elementwise, to_cpu
 from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import is_known_elementwise
+from ...optimizers.shards import copy_options, options_of
 from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import shards_of
