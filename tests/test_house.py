@@ -22,7 +22,7 @@ PARTS = {
     "shardkit/model_parallel": 1_540,
     "shardkit/optimizer_state": 1_305,
     "shardkit/optimizers": 425,
-    "shardkit/oss": 2_950,
+    "shardkit/oss": 3_085,
     "shardkit/pipeline": 1_535,
     "shardkit/reduction": 1_553,
     "shardkit/tools": 7_906,
