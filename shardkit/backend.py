@@ -748,11 +748,13 @@ HostRandomStates = tuple[torch.Tensor, tuple[object, ...], Tree]
 
 
 def host_random_states() -> HostRandomStates:
+    """Returns the states that they have now."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
 
 
 def set_host_random_states(states: HostRandomStates) -> None:
+    """Gives them states that they had before."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     if states[2] is not None:
