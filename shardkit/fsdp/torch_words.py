@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from types import CodeType, MethodType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
 
 import torch
 from torch import nn
@@ -515,10 +515,40 @@ def _torchs_state(self: nn.Module) -> AsTorchsState:
 
 
 class AsTorchsState:
-    """Stands for torch's state of a module to its pipelines, which reduce gradients after their last micro-batch."""
+    """Stands for torch's state of a module, and its parameters' group, to those that need little of it.
+
+    These are pipelines, which reduce gradients after their last micro-batch; trainers that ask whether a module is
+    sharded (torch's ``_get_module_fsdp_state``), in which dtype it computes, or what is kept (NeMo Automodel, verl,
+    axolotl). What else is read or set is refused.
+    """
+
+    # set by verl, where torch's own had to be told what is found out here
+    __slots__ = ("__weakref__", "_auto_reshard_after_forward", "_state", "_training_state")
 
     def __init__(self, state: ShardingState) -> None:
         self._state = state
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        return FSDPState
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options = self._state.options
+        hooks: list[Any] = list(self._state.module._forward_hooks.values())
+        cast_to = [hook.args[0] for hook in hooks if getattr(hook, "func", None) is _cast_outputs]
+        return MixedPrecisionPolicy(
+            options.precision.compute, options.reduce.dtype, (*cast_to, None)[0], options.casts_inputs
+        )
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """Says whether parameters are given back."""
+        return not self._state.unit.keep_after_backward
 
     @property
     def _state_ctx(self) -> AsTorchsState:
@@ -553,10 +583,13 @@ class AsTorchsState:
 
 
 def note_state_for_torch(module: nn.Module) -> None:
-    """Lets torch's ``fully_shard.state(module)`` find it."""
+    """Lets torch's ``fully_shard.state(module)`` and ``_get_module_fsdp_state(module)`` find it."""
     from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable_state import _insert_module_state
 
-    module.__dict__[STATE_KEY] = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
+    module.__dict__[STATE_KEY] = states = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
+    states.of_module = _torchs_state(module)
+    _insert_module_state(module, cast("Any", states.of_module))  # which holds it weakly
 
 
 class ComposableStates(dict[object, object]):
@@ -565,6 +598,7 @@ class ComposableStates(dict[object, object]):
     def __init__(self, module: nn.Module, others: dict[object, object]) -> None:
         super().__init__(others)
         self._module = module
+        self.of_module: AsTorchsState | None = None  # of copies none
 
     def get(self, key: object, default: object = None) -> object:
         """Returns that of ``fully_shard``, or another's."""
