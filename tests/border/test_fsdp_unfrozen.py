@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from shardkit import FSDP, fully_shard
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.beside import whole
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
@@ -69,6 +71,14 @@ def test_all_ranks_say_it(rank: int) -> None:
             assert line.startswith(f"rank {rank}: parameter 'middle.")
 
 
+BY_PARAMETER: list[Any] = [
+    partial(FSDP, flatten=False),
+    partial(TorchFSDP, use_orig_params=True),
+    fully_shard,
+    partial(fully_shard, dtensors=True),
+]
+
+
 @on_ranks(2)
 def test_members_without_gradients_in_some_steps(rank: int) -> None:
     def plain_sgd(params: Any) -> Any:
@@ -86,7 +96,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
             for make in makes:
                 plain = build(Net)
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
-                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False), fully_shard):
+                for wrap in (FSDP, nested, *BY_PARAMETER):
                     model = wrap(build(Net))
                     lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
@@ -100,7 +110,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
                         continue
                     assert not lines
                     for key, value in truth.items():
-                        torch.testing.assert_close(found[key], value)
+                        torch.testing.assert_close(whole(found)[key], value)
         # out for good
         model = FSDP(build(Net))
         inner: Any = model.module

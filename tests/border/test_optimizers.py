@@ -16,7 +16,6 @@ from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optimizers.elementwise import Verdict, judge
-from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,
@@ -278,10 +277,8 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
 )
 @on_ranks(2)
 def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy: str, how: str) -> None:
-    is_torchs, lists_parts = strategy.startswith("torch_fsdp"), strategy == "torch_fsdp_orig"
     with heard() as messages:
-        model = TorchFSDP(make_model(), use_orig_params=lists_parts) if is_torchs else None
-        model = model or wrapped(strategy, make_model())
+        model = wrapped(strategy, make_model())
         params = list(model.parameters())
         chosen: dict[str, Callable[[nn.Parameter], bool]] = {
             "by ndim": lambda p: p.ndim >= 2,
@@ -302,7 +299,7 @@ def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy:
     # listed in place, rows have their parameter's dimensions
     is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
     # parts are ordinary vectors, and nobody knows what was asked of them
-    is_wrong = is_wrong or (lists_parts and how == "no decay yet")
+    is_wrong = is_wrong or (strategy, how) == ("torch_fsdp_orig", "no decay yet")
     assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 
@@ -328,7 +325,7 @@ def test_groups_by_dimension_in_place(rank: int, world_size: int) -> None:
 @on_ranks((2, "simulated"))
 def test_muon_is_told_of_whole_parameters(rank: int) -> None:
     """torch's looks at shapes when it is made."""
-    for strategy in BY_FSDP:
+    for strategy in ("torch_fsdp", "torch_fsdp_orig", *BY_FSDP):
         model = wrapped(strategy, make_model())
         with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
             torch.optim.Muon(model.parameters())

@@ -520,7 +520,7 @@ def _options(
         ]
         everybody = group.channel("control").all_gather_object(mine, label=_STATE_DICT)
         for k, own in enumerate(options):
-            options[k] = next((theirs[k] for theirs in everybody if theirs[k] is not None), own)
+            options[k] = next((found for e in everybody if (found := e[k]) is not None), own)
     return options
 
 
