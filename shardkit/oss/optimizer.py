@@ -20,7 +20,14 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks import check_one_device, check_same_everywhere, option_facts, refuse_lazy, shape_fact
+from ..checks import (
+    check_one_device,
+    check_same_everywhere,
+    numbered,
+    option_facts,
+    refuse_lazy,
+    shape_fact,
+)
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state
@@ -150,6 +157,7 @@ class OSS(Optimizer):
             sends_changes=sends_changes,
         )
         check_ranks_agree(self._group, self.param_groups, options)
+        self.placement.name = numbered(self._group, "OSS")  # now that all ranks make it
         self._lay_out()
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
         self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)

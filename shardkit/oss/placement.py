@@ -20,7 +20,6 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from ..backend import Group, ReduceOp, Work, WorkThen
-from ..checks import numbered
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizer_state.forms import gather_states
@@ -49,7 +48,7 @@ class Placement(ABC):
         wire_dtype: dtype in which updated fp32 parameters travel; None for their own.
 
     Attributes:
-        name: of the optimizer, among all of these ranks.
+        name: of the optimizer, among all of these ranks; before :meth:`lay_out`.
         runs_whole: every rank updates all parameters.
         segments: the flat segments that stand in for parameters, if any.
     """
@@ -59,7 +58,7 @@ class Placement(ABC):
     def __init__(
         self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None
     ) -> None:
-        self.group, self.name = group, numbered(group, "OSS")
+        self.group, self.name = group, ""
         self.segments: list[FlatSegment] = []
         self._owner = owner
         self._wire_dtype = wire_dtype
