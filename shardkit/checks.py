@@ -183,15 +183,6 @@ def objects_of(group: Group, mine: T, recipient: int, what: str) -> list[T] | No
     return control.gather_object(mine, recipient, label=what)
 
 
-_optimizers: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
-
-
-def numbered(group: Group, name: str) -> str:
-    """Tells optimizers from all others over a group's ranks, which make them in one order."""
-    number = _optimizers[group] = _optimizers.get(group, 0) + 1
-    return f"{name} {number}"
-
-
 def are_several(group: Group) -> bool:
     """Tells whether more than one unit has been built of a group's ranks."""
     mine = _jobs.get(group)

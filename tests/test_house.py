@@ -21,7 +21,7 @@ PARTS = {
     "shardkit/launching": 570,
     "shardkit/model_parallel": 1_540,
     "shardkit/optimizer_state": 1_305,
-    "shardkit/optimizers": 531,
+    "shardkit/optimizers": 540,
     "shardkit/oss": 3_085,
     "shardkit/pipeline": 1_535,
     "shardkit/reduction": 1_553,

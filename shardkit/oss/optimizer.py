@@ -20,14 +20,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks import (
-    check_one_device,
-    check_same_everywhere,
-    numbered,
-    option_facts,
-    refuse_lazy,
-    shape_fact,
-)
+from ..checks import check_one_device, check_same_everywhere, option_facts, refuse_lazy, shape_fact
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state
@@ -38,6 +31,7 @@ from ..optimizers.shards import (
     AgreedOptions,
     copy_options,
     group_facts,
+    numbered,
     options_of,
     refuse_shards,
 )

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ...backend import Group, ReduceOp
-from ...checks import check_same_everywhere, numbered, objects_of, option_facts, problems_of_ranks
+from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.optimizer_check import agree_on_cleared
 from ...fsdp.state import state_of
@@ -27,7 +27,7 @@ from ...layout import Piece, buckets_by_size
 from ...optimizer_state.kinds import check_same_state, check_state, is_elementwise, to_cpu
 from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import is_known_elementwise
-from ...optimizers.shards import AgreedOptions, copy_options, options_of
+from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
 from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import shards_of
