@@ -70,7 +70,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -79,6 +79,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -288,17 +289,9 @@ def _computed_together(
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     """Finds for each position where the row of small units that it is in ends (exclusive)."""
-    rows: list[list[Unit]] = []
-    room = 0
-    for unit in units:
-        size = unit.small_bytes
-        if not rows or size < 0 or size > room:
-            rows.append([])
-            room = ROW if size >= 0 else 0
-        rows[-1].append(unit)
-        room -= size
-    ends = list(itertools.accumulate(map(len, rows)))
-    return [end for end, row in zip(ends, rows, strict=True) for _ in row]
+    sizes = [unit.small_bytes for unit in units]
+    rows = buckets_by_size(sizes, ROW, [None if size < 0 else "values" for size in sizes])
+    return [row[-1] + 1 for row in rows for _ in row]
 
 
 _version_of = attrgetter("_version")
@@ -954,8 +947,7 @@ class Engine:
             local: they are kept, as inside of ``no_sync``.
         """
         before = self.set_accumulating([local] * len(self.units))
-        with _adding_nothing(self.units):
-            self.state.follow(self.begin_backward)
+        self.state.follow(self.begin_backward)
         self.set_accumulating(before)
 
     # ------------------------------------------------------------ steps without others
@@ -1003,10 +995,11 @@ class Engine:
     def reduce_now(self, everything: bool = False) -> None:
         """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        empty = [unit for unit in self.units if not unit.has_local_gradients()]
-        with torch.no_grad(), _adding_nothing(empty):
+        with torch.no_grad():
             for unit in self.units:
-                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
+                if (unit.is_trainable and everything) or (
+                    not unit.accumulates and unit.has_local_gradients()
+                ):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -1017,13 +1010,3 @@ class Engine:
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")
-
-
-@contextlib.contextmanager
-def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Says inside that this rank has no gradients of these: of those without a part here it doesn't hear who has."""
-    unused = [flat.unused for unit in units for flat in unit.flats]
-    noted = [each.is_noted for each in unused]
-    yield
-    for each, before in zip(unused, noted, strict=True):
-        each.is_noted = before
