@@ -736,7 +736,7 @@ class KnownGroups:
 
     def __init__(self, backend: Backend, make: MakeGroup = C10dGroup) -> None:
         self._backend, self._make = backend, make
-        self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
+        self._known: dict[int, C10dGroup] = {}  # by id of the process group
 
     def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
         """Returns the group for what a user passes."""
@@ -778,13 +778,14 @@ class KnownGroups:
         if id(pg) not in self._known:
             connections.check_process_group(pg)
             group = self._make(self._backend, pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
-            entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
-            self._known[id(pg)] = entry, group
-        return self._known[id(pg)][1]
+            self._known[id(pg)] = group
+            # Not at the end of the interpreter, which has taken apart by then what closing needs.
+            weakref.finalize(_listed()[pg][1], self._end_of, id(pg)).atexit = False
+        return self._known[id(pg)]
 
-    def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
+    def _end_of(self, key: int) -> None:
         """Forgets a process group that torch has destroyed."""
-        self._known.pop(key)[1].close()
+        self._known.pop(key).close()
 
 
 def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:

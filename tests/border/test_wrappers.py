@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
-from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP
+from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
@@ -197,7 +198,7 @@ def test_parameters_put_into_a_wrapped_module(rank: int, flatten: bool) -> None:
 
 @on_ranks(2)
 def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
-    """Modules without parameters, other values inside of summon, a unit of its own."""
+    """Modules without parameters, other values inside of summon, a unit of its own, a tie that is there already."""
     model, truth = units(), plain()
     model.module[1] = truth[1] = nn.ReLU()
     weight = torch.full((7, 5), 0.3)
@@ -209,6 +210,14 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
     train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+    for door in (lambda m: FSDP(m, flatten=False), fully_shard, lambda m: fully_shard(m, dtensors=True)):
+        truth = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        truth[2].weight = truth[0].weight
+        model = door(copy.deepcopy(truth))  # type: ignore[no-untyped-call]
+        names = [name for name, _ in model.named_parameters()]
+        model[2].weight = model[0].weight  # type: ignore[index]
+        assert [name for name, _ in model.to("cpu").named_parameters()] == names
+        train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
 
 
 class Named(nn.Module):
