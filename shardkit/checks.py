@@ -46,6 +46,18 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
     return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
 
 
+def facts_of_all(groups: Sequence[Group], value: T, *, label: str = "") -> list[T]:
+    """Gathers values over all groups, of which the ranks of the first have those of the second each, and so on.
+
+    The ranks of the first group come together (collective).
+    """
+    said = [value]
+    for group in groups:
+        facts = all_gather_facts(group.channel("control"), said, label=label)
+        said = [fact for each in facts for fact in each]
+    return said
+
+
 def problems_of_ranks(group: Group, problem: str | None, label: str) -> list[tuple[int, str]]:
     """Lists what is wrong on any rank, with the rank's number in the whole job, on all of them (collective)."""
     everybody = [problem]

@@ -401,7 +401,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
         engine.thread = NO_THREAD
     # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather. Inside of uneven()
     # this rank goes on without computing
-    goes_on = engine.is_alone or (engine.state.watcher is not None and torch.is_grad_enabled())
+    goes_on = engine.state.watcher is not None
     if is_outermost and not (engine.is_lazy or goes_on or isinstance(error, LifecycleError)):
         state.group.abort(f"its forward raised {type(error).__name__}: {error}")
 
