@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import nn
 
@@ -13,9 +13,11 @@ from ..errors import ConfigurationError
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
 from .forward import become_root
 from .state import ShardingState, state_of
-from .torch_words import METHODS, TorchsMethods
+from .torch_words import METHODS, TorchsMethods, cast_outputs
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from .fully_shard import InPlace
 
 _classes: dict[type, type[nn.Module]] = {}
@@ -88,13 +90,40 @@ def _reset(self: nn.Module) -> None:
 
 
 class AsTorchsState:
-    """Stands for torch's state of a module to those functions of torch's that need little of it.
+    """Stands for torch's state of a module, and its parameters' group, to those that need little of it.
 
-    These are ``register_fsdp_forward_method``, and pipelines, which reduce gradients after their last micro-batch.
+    These are ``register_fsdp_forward_method``; pipelines, which reduce gradients after their last micro-batch; trainers
+    that ask whether a module is sharded (torch's ``_get_module_fsdp_state``), in which dtype it computes, or what is
+    kept (NeMo Automodel, verl, axolotl). What else is read or set is refused.
     """
+
+    # set by verl, where torch's own had to be told what is found out here
+    __slots__ = ("__weakref__", "_auto_reshard_after_forward", "_hooks", "_state", "_training_state")
 
     def __init__(self, state: ShardingState, hooks: InPlace) -> None:
         self._state, self._hooks = state, hooks
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        return FSDPState
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options = self._state.options
+        hooks: list[Any] = list(self._state.module._forward_hooks.values())
+        cast_to = [hook.args[0] for hook in hooks if getattr(hook, "func", None) is cast_outputs]
+        return MixedPrecisionPolicy(
+            options.precision.compute, options.reduce.dtype, (*cast_to, None)[0], options.casts_inputs
+        )
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """Says whether parameters are given back."""
+        return not self._state.unit.keep_after_backward
 
     def _pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         frame: FrameType = sys._getframe(1)
@@ -136,10 +165,13 @@ class AsTorchsState:
 
 
 def note_state_for_torch(module: nn.Module) -> None:
-    """Lets torch's ``fully_shard.state(module)`` find it."""
+    """Lets torch's ``fully_shard.state(module)`` and ``_get_module_fsdp_state(module)`` find it."""
     from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable_state import _insert_module_state
 
-    module.__dict__[STATE_KEY] = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
+    module.__dict__[STATE_KEY] = states = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
+    states.of_module = _torchs_state(module)
+    _insert_module_state(module, cast("Any", states.of_module))  # which holds it weakly
 
 
 class ComposableStates(dict[object, object]):
@@ -148,6 +180,7 @@ class ComposableStates(dict[object, object]):
     def __init__(self, module: nn.Module, others: dict[object, object]) -> None:
         super().__init__(others)
         self._module = module
+        self.of_module: AsTorchsState | None = None  # of copies none
 
     def get(self, key: object, default: object = None) -> object:
         """Returns that of ``fully_shard``, or another's."""

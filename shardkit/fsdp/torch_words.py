@@ -118,7 +118,7 @@ class TorchsWords(NamedTuple):
     def cast_outputs_of(self, module: nn.Module) -> None:
         """Gives outputs of its forward ``output_dtype`` from now on."""
         if self.mp_policy is not None and self.mp_policy.output_dtype is not None:
-            module.register_forward_hook(partial(_cast_outputs, self.mp_policy.output_dtype))
+            module.register_forward_hook(partial(cast_outputs, self.mp_policy.output_dtype))
 
 
 def in_torchs_words(given: TorchsArguments) -> TorchsWords:
@@ -154,7 +154,8 @@ def _run_in(stream: torch.Stream, hook: Hook, gradients: torch.Tensor) -> None:
     here.wait_stream(stream)
 
 
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, outputs: Tree) -> Tree:
+def cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, outputs: Tree) -> Tree:
+    """Gives outputs a dtype: a hook after forward."""
     return cast_inputs(outputs, dtype)
 
 
