@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
-from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP, fully_shard
+from shardkit import (
+    FSDP,
+    OSS,
+    Compression,
+    OffloadPolicy,
+    PrecisionPolicy,
+    ReducePolicy,
+    ShardedDDP,
+    fully_shard,
+)
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
@@ -210,14 +220,15 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
     train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
-    for door in (lambda m: FSDP(m, flatten=False), fully_shard, lambda m: fully_shard(m, dtensors=True)):
+    doors: list[Any] = [partial(FSDP, flatten=False), fully_shard, partial(fully_shard, dtensors=True)]
+    for door in doors:
         truth = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
         truth[2].weight = truth[0].weight
-        model = door(copy.deepcopy(truth))  # type: ignore[no-untyped-call]
-        names = [name for name, _ in model.named_parameters()]
-        model[2].weight = model[0].weight  # type: ignore[index]
-        assert [name for name, _ in model.to("cpu").named_parameters()] == names
-        train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+        tied: Any = door(copy.deepcopy(truth))
+        names = [name for name, _ in tied.named_parameters()]
+        tied[2].weight = tied[0].weight
+        assert [name for name, _ in tied.to("cpu").named_parameters()] == names
+        train_beside(rank, 2, tied, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
 
 
 class Named(nn.Module):
