@@ -44,9 +44,8 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.tensors import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .custom_comms import OWN
-from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
+from .gradients import OWN
 from .masters import Mirrored, notice_scaling
 from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
@@ -65,7 +64,7 @@ from .originals import (
     register,
     take_out,
 )
-from .packed import PackedWeight, is_packable
+from .own_forms import ExtendedParameter, PackedWeight, is_extended, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take

@@ -79,6 +79,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -288,17 +289,9 @@ def _computed_together(
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     """Finds for each position where the row of small units that it is in ends (exclusive)."""
-    rows: list[list[Unit]] = []
-    room = 0
-    for unit in units:
-        size = unit.small_bytes
-        if not rows or size < 0 or size > room:
-            rows.append([])
-            room = ROW if size >= 0 else 0
-        rows[-1].append(unit)
-        room -= size
-    ends = list(itertools.accumulate(map(len, rows)))
-    return [end for end, row in zip(ends, rows, strict=True) for _ in row]
+    sizes = [unit.small_bytes for unit in units]
+    rows = buckets_by_size(sizes, ROW, [None if size < 0 else "values" for size in sizes])
+    return [row[-1] + 1 for row in rows for _ in row]
 
 
 _version_of = attrgetter("_version")

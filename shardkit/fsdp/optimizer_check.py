@@ -37,12 +37,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
+from ..checks import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
-from ..optimizers.shards import listing_of, shard_behind, take_part
+from ..optimizers.shards import AgreedOptions, group_facts, listing_of, shard_behind, take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by

@@ -20,24 +20,20 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks import (
-    AgreedGradients,
-    AgreedOptions,
-    check_one_device,
-    check_same_everywhere,
-    copy_options,
-    group_facts,
-    option_facts,
-    options_of,
-    refuse_lazy,
-    shape_fact,
-)
+from ..checks import check_one_device, check_same_everywhere, option_facts, refuse_lazy, shape_fact
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state
 from ..optimizer_state.marking import current_request, is_called_by
 from ..optimizers.elementwise import KNOWN, couples_parameters
-from ..optimizers.shards import refuse_shards
+from ..optimizers.shards import (
+    AgreedGradients,
+    AgreedOptions,
+    copy_options,
+    group_facts,
+    options_of,
+    refuse_shards,
+)
 from ..progress import note_error, noting_errors
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.compiling import callees_compiled, not_compiled
