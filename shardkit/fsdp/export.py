@@ -17,15 +17,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from ..checks import objects_of
 from ..errors import ConfigurationError
 from ..reduction.compression import Run, difference, mixed_sum
 from ..torch_seams.tensors import INTEGERS, memory_of
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_meta, refuse_split
-from .packed import Packed
+from .own_forms import Packed
 from .state import ShardingState, summoned
-from .state_dict import name_at, unsharded
+from .state_dict import buffers_of, name_at, place_of, written_parameters
 
 Names = Callable[[str], str | None] | Literal["hf"] | None
 
@@ -142,13 +143,9 @@ def _exported(
                 found.update(_named(flat, changes if _is_here(root, on) else [], paths))
         yield from rename(found)
     if _is_here(root, on):
-        sharded = {id(listing.param) for listing in root.all_listings()}
-        # where they are summoned
-        sharded.update(id(original.param) for flat in root.all_flats() for original in flat.originals)
-        rest = unsharded(modules, sharded)
-        yield from rename(
-            {n: _cast(t.detach(), dtype) if isinstance(t, nn.Parameter) else t for n, t in rest}
-        )
+        whole = {n: p for n, p in written_parameters(root.door) if place_of(p)[0] is None}
+        rest = {n: _cast(p.detach(), dtype) for n, p in whole.items()}
+        yield from rename({**rest, **dict(buffers_of(modules))})
 
 
 def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since: SentWeights | None) -> None:
@@ -276,10 +273,7 @@ def _changed(
                 )
             sent.append(part)
     label = f"what has changed in {flat.label}"
-    if on is None:
-        everything = group.all_gather_object(sent, label=label)
-    else:
-        everything = group.gather_object(sent, on, label=label) or []
+    everything = objects_of(group, sent, -1 if on is None else on, label) or []
     found: list[tuple[list[Run], int]] = [([], 0) for _ in flat.originals]
     for part in chain(*everything):
         runs, total = found[part.item]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardkit import FSDP, fully_shard
+from shardkit import FSDP, LifecycleError, ReducePolicy, fully_shard
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.beside import whole
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
@@ -30,10 +33,12 @@ class Net(nn.Module):
         return self.last(x if self.skips else torch.tanh(self.middle(x)))
 
 
-def _trained(model: nn.Module, optimizer: Any, by_freezing: bool) -> dict[str, torch.Tensor]:
+def _trained(
+    model: nn.Module, optimizer: Any, by_freezing: bool, out: tuple[int, ...] = (0, 2)
+) -> dict[str, torch.Tensor]:
     net: Any = getattr(model, "module", model)
     for step in range(5):
-        is_out = step in (0, 2)
+        is_out = step in out
         if by_freezing:
             net.middle.requires_grad_(not is_out)
         else:
@@ -59,7 +64,7 @@ class Scaled(Net):
 
 @on_ranks(2)
 def test_all_ranks_say_it(rank: int) -> None:
-    """Also those that have no part of the parameter."""
+    """Also those that have no part of it; as an error where sums have an order. Where one rank used it, none does."""
     for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
         for by_freezing in (False, True):
             model = wrap(build(Scaled))
@@ -67,6 +72,22 @@ def test_all_ranks_say_it(rank: int) -> None:
                 _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
             (line,) = lines
             assert line.startswith(f"rank {rank}: parameter 'middle.")
+    fixed = FSDP(build(Scaled), reduce=ReducePolicy(order="fixed"))
+    with pytest.raises(LifecycleError, match=rf"rank {rank}: parameter 'middle\."):
+        _trained(fixed, torch.optim.AdamW(fixed.parameters()), by_freezing=False)
+    for user in range(2):
+        model = FSDP(build(Scaled))
+        with heard(logging.WARNING) as lines:
+            _trained(model, torch.optim.AdamW(model.parameters()), False, () if rank == user else (0, 2))
+        assert not lines
+
+
+BY_PARAMETER: list[Any] = [
+    partial(FSDP, flatten=False),
+    partial(TorchFSDP, use_orig_params=True),
+    fully_shard,
+    partial(fully_shard, dtensors=True),
+]
 
 
 @on_ranks(2)
@@ -86,7 +107,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
             for make in makes:
                 plain = build(Net)
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
-                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False), fully_shard):
+                for wrap in (FSDP, nested, *BY_PARAMETER):
                     model = wrap(build(Net))
                     lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
@@ -100,7 +121,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
                         continue
                     assert not lines
                     for key, value in truth.items():
-                        torch.testing.assert_close(found[key], value)
+                        torch.testing.assert_close(whole(found)[key], value)
         # out for good
         model = FSDP(build(Net))
         inner: Any = model.module
