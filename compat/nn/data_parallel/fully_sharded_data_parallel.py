@@ -340,6 +340,9 @@ class FullyShardedDataParallel(StandIn):
         self.assert_state(TrainingState.IDLE)
         self._state.forget_root()
 
+    # VISSL sets None before it wraps what is around; the next forward finds out anew, whatever is set.
+    _is_root = property(attrgetter("_state.is_root"), lambda door, _: door._reset_lazy_init())
+
     # ------------------------------------------------------------ methods
     @contextlib.contextmanager
     def summon_full_params(  # type: ignore[override]
