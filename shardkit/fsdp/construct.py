@@ -804,11 +804,11 @@ def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None
             logger.log(level, text, what, padding, 100 * share)
 
 
-def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
+def announce(root: nn.Module, units: int, parameters: int, group: Group, order: str) -> None:
     """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
-        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
+        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d%s",
         group.rank,
         type(root).__name__,
         units,
@@ -816,6 +816,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
         held,
         group.backend.name,
         group.world_size,
+        order,
     )
 
 

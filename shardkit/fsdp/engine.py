@@ -70,7 +70,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -947,8 +947,7 @@ class Engine:
             local: they are kept, as inside of ``no_sync``.
         """
         before = self.set_accumulating([local] * len(self.units))
-        with _adding_nothing(self.units):
-            self.state.follow(self.begin_backward)
+        self.state.follow(self.begin_backward)
         self.set_accumulating(before)
 
     # ------------------------------------------------------------ steps without others
@@ -996,10 +995,11 @@ class Engine:
     def reduce_now(self, everything: bool = False) -> None:
         """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        empty = [unit for unit in self.units if not unit.has_local_gradients()]
-        with torch.no_grad(), _adding_nothing(empty):
+        with torch.no_grad():
             for unit in self.units:
-                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
+                if (unit.is_trainable and everything) or (
+                    not unit.accumulates and unit.has_local_gradients()
+                ):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -1010,13 +1010,3 @@ class Engine:
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")
-
-
-@contextlib.contextmanager
-def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Says inside that this rank has no gradients of these: of those without a part here it doesn't hear who has."""
-    unused = [flat.unused for unit in units for flat in unit.flats]
-    noted = [each.is_noted for each in unused]
-    yield
-    for each, before in zip(unused, noted, strict=True):
-        each.is_noted = before

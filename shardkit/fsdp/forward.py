@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import LifecycleError
+from ..reduction.ordered import order_in_words
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
@@ -226,7 +227,9 @@ def become_root(state: ShardingState) -> Engine:
         s.is_root = s is state or s in state.mates
         s.cast_buffers()
     originals = sum(len(flat.originals) for flat in state.all_flats())
-    announce(state.door, len(states), originals, state.group)
+    ranks = state.group.world_size * (1 if state.replicas is None else state.replicas.world_size)
+    order = order_in_words(state.options.reduce, ranks)
+    announce(state.door, len(states), originals, state.group, order)
     return engine
 
 

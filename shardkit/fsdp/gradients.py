@@ -189,14 +189,14 @@ def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
 def _form_for(
     layouts: tuple[ShardLayout, ...],
     trainable: tuple[bool, ...],
-    are_listed: bool,
+    by_all: bool,
     itemsize: int | None,
     block: int | None,
 ) -> tuple[PackedForm, list[tuple[int, int]]]:
     """Returns where gradients and flags lie, and of each layout the number of its first item and where its part begins.
 
     Args:
-        are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
+        by_all: all ranks hear which ones have a gradient, not only those with a part.
         itemsize: of the memory that is written to, if it is.
         block: of so many numbers, in which they travel.
     """
@@ -211,7 +211,7 @@ def _form_for(
         first, size = first + len(layout.numels), size + layout.shard_numel
     if block is not None:  # flags are in blocks of their own
         size = rounded_up(size, step)
-    flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
+    flagged = [k for k, trains in enumerate(trainable) if trains and by_all]
     sizes = [size] * layouts[0].world_size
     return PackedForm(pieces, sizes, even=True, step=step, flagged=flagged), places
 
@@ -272,12 +272,13 @@ class GradientPack(ABC):
         self._form, places = _form_for(
             tuple(map(_layout_of, flats)),
             tuple(self.trainable),
-            flat.shards is not None,
+            flat.shards is not None or group.backend.has_storage,
             itemsize,
             None if blocks is None else blocks.numel,
         )
         self.part_numel = self._form.sizes[group.rank]
-        here, self._parts = self._form.items[group.rank], list[_Part]()
+        self._parts: list[_Part] = []
+        here = [p.item for p in self._form.pieces if p.rank == group.rank]
         self._in_runs: list[tuple[int, ShardLayout]] = []
         for f, (first, start) in zip(flats, places, strict=True):
             own = range(first, first + len(f.originals))
@@ -443,7 +444,7 @@ class GradientPack(ABC):
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
+        """Tells which original parameters had a gradient on some rank, as far as this one hears of it."""
         return had
 
     def _own(self, part: _Part, result: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,9 @@ class Unit:
         """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
         self.engine, self.enter_backward = engine, partial(engine.reach, self)
         terms = self.replicas, self.reduce, self.divisors, self.comms
-        self.packs = [pack_for(flat, *terms) for flat in self.flats]
+        # for training, also where the first forward is an evaluation
+        with torch.inference_mode(False):
+            self.packs = [pack_for(flat, *terms) for flat in self.flats]
         self.sent = [pack for pack in self.packs if pack.trains]
 
     def notice_trainable(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -161,42 +162,64 @@ def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
     return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
 
 
-@on_ranks(2)
-def test_with_whole_parameters_clipping_and_a_loss_scale(rank: int) -> None:
-    """An optimizer that needs whole matrices, and a loss scale."""
-    plain, model = Net().float(), fully_shard(Net().float())
-    optimizer = shardkit.WholeParameters(model, torch.optim.Adafactor, lr=0.05)
-    truth = torch.optim.Adafactor([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+def _scaled(rank: int, way: str) -> None:
+    """A loss scale, clipping, an overflow on one rank; an optimizer that needs whole matrices, or replicas."""
+    plain, kind, options = Net().float(), torch.optim.Adafactor, dict[str, Any]()
+    optimizer: Any
+    if way == "hybrid":
+        options["group"], options["replicas"] = hybrid_groups(2)
+        kind = torch.optim.AdamW  # type: ignore[assignment]
+    model = Net().float()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    make = (
+        shardkit.WholeParameters if way == "whole" else lambda m, kind, **given: kind(m.parameters(), **given)
+    )
+    optimizer = make(model, kind, lr=0.05)
+    truth = kind([p for p in plain.parameters() if p.requires_grad], lr=0.05)
     scaler = shardkit.ShardedGradScaler(init_scale=8.0)
-    for step, per_rank in enumerate([[1, 2], [0, 2], [3, 0]]):
+    for step, per_rank in enumerate([[1, 2, 1, 0], [0, 2, 0, 1], [3, 0, 0, 0], [0, 1, 2, 0]]):
+        overflows = step == 2
         with shardkit.uneven(model, once=step == 1):
             for k in range(per_rank[rank]):
-                scaler.scale(_loss32(model, 100 * step + 10 * k + rank)).backward()
-        for r, n in enumerate(per_rank):
+                loss = _loss32(model, 100 * step + 10 * k + rank)
+                scaler.scale(loss * math.inf if overflows and k else loss).backward()
+        numbers = per_rank[: 4 if way == "hybrid" else 2]
+        for r, n in enumerate(numbers):
             for k in range(n):
-                (_loss32(plain, 100 * step + 10 * k + r) / sum(per_rank)).backward()
+                (_loss32(plain, 100 * step + 10 * k + r) / sum(numbers)).backward()
+        scaler.scale(torch.zeros(())) if step == 0 else None
         scaler.unscale_(optimizer)
         sharding_of(model).clip_grad_norm_(0.5)
         nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 0.5)
         scaler.step(optimizer)
         scaler.update()
-        truth.step()
+        truth.step() if not overflows else None
         model.zero_grad()
         plain.zero_grad()
+    assert scaler.get_scale() == 4.0
     torch.testing.assert_close(
         dict(sharding_of(model).export()), dict(plain.state_dict()), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_loss_scale_and_clipping() -> None:
+    rank_pool(2).run(_scaled, "whole")
+    rank_pool(4).run(_scaled, "hybrid")
 
 
 def _costs(rank: int) -> list[float]:
     model, _ = _sharded("FSDP")
     found = []
     for once in (False, False, True):
-        with OperationCounter(2) as counter, shardkit.uneven(model, once=once):
+        with OperationCounter(2, least=0) as counter, shardkit.uneven(model, once=once):
             for k in range(2 * rank):
                 _loss(model, k).backward()
         model.zero_grad()
         found.append(counter.sent)
+        # what ranks tell each other, before each micro-batch and at the end; of frozen units there is none apart
+        assert counter.collectives["allreduce_"] == (1 if once else 3)
     return found[1:]
 
 
@@ -527,9 +550,14 @@ def test_other_layers_on_simulated_ranks() -> None:
         rank_pool(2 + seed % 7, "simulated").run(_other_layers, way, _counts(2 + seed % 7, seed)[:4])
 
 
+SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
+    "unscale": functools.partial(torch.amp.GradScaler, "cpu"),
+    "our unscale": shardkit.GradScaler,
+    "our unscale over ranks": shardkit.ShardedGradScaler,
+}
 ERRORS, REFUSED = (
     ("between", "forward", "inside", "loss", "backward", "evaluation", "inside an evaluation"),
-    ("clear", "clear at the end", "clip", "unscale", "our clip"),
+    ("clear", "clear at the end", "clip", "our clip", *SCALERS),
 )
 
 
@@ -548,13 +576,12 @@ def _fails(
     model: nn.Module, outer: nn.Module, optimizer: Any, once: bool, where: str, count: int, bad: int
 ) -> None:
     """A rank has a bad batch in a block inside of another one, or does what is refused there."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = SCALERS.get(where, shardkit.GradScaler)(init_scale=8.0)
     refused: dict[str, Callable[[], object]] = {
         "clear": optimizer.zero_grad,
         "clip": lambda: nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0),
         "our clip": lambda: _clipped(model, optimizer, 1.0),
-        "unscale": lambda: scaler.unscale_(optimizer),
-    }
+    } | dict.fromkeys(SCALERS, lambda: scaler.unscale_(optimizer))
     with shardkit.uneven(outer, once=once), shardkit.uneven(model, once=once):
         _loss(outer, 1).backward()
         for k in range(count):
@@ -693,14 +720,15 @@ def _train_in(model: nn.Module, *orders: str, share: float = 1.0) -> None:
 
 
 @on_ranks(2)
-def test_another_order_of_layers_is_an_error_on_all_ranks(rank: int) -> None:
-    """Of those that are called, computed anew, or run without gradients; then ranks learn one with room for both."""
-    for first, second, both, word in (
-        ("0-2-", "2-0-", True, "calls 'layers.0'"),  # earlier
-        ("0-1-", "0-1-0-", True, "calls 'layers.0'"),  # again
-        ("0-2-", "0c2-", True, "computes 'layers.0' anew"),
-        ("0n2-", "0-2-", True, "computes 'layers.0' anew, or with gradients"),
-        ("0-2-", "0-2e", False, "leaves 'the model' after an error inside of it"),
+def test_the_order_of_layers_on_all_ranks(rank: int) -> None:
+    """Another one, and what is computed anew or without gradients, is an error; then ranks learn one for both."""
+    for first, bad, then, word in (
+        ("0-2-", "2-0-", ["2-0-", "2-"], "calls 'layers.0'"),  # earlier
+        ("0-1-", "0-1-0-", ["0-1-0-", "1-0-"], "calls 'layers.0'"),  # again
+        ("0-2-", "0c2-", ["0c2-", "2-"], "computes 'layers.0' anew"),
+        ("0n2-", "0-2-", ["0-2-", "0-"], "computes 'layers.0' anew, or with gradients"),
+        # what nobody has called yet has the model's place
+        ("0-2-", "0-2e", ["0-2-", "0-1c2-"], "leaves 'the model' after an error inside of it"),
     ):
         plain, model = InOrder(), InOrder()
         for layer in model.layers:
@@ -710,13 +738,12 @@ def test_another_order_of_layers_is_an_error_on_all_ranks(rank: int) -> None:
             _train_in(model, first)
         model.zero_grad()
         with pytest.raises(LifecycleError if rank else OutOfStepError, match=word), shardkit.uneven(model):
-            _train_in(model, first, second if rank else first)
+            _train_in(model, first, bad if rank else first)
         assert all(p.grad is None for p in model.parameters())
-        orders = [first, second if both else first]
-        for _ in range(2):  # what was learned stays
+        for order in then:
             with shardkit.uneven(model):
-                _train_in(model, orders[rank])
-            _train_in(plain, *orders, share=0.5)
+                _train_in(model, order if rank else first)
+            _train_in(plain, first, order, share=0.5)
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
         torch.testing.assert_close(sharding_of(model).clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0.0)
 
