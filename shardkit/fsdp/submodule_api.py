@@ -299,6 +299,10 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
             return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
+        if listing is not None and any(o.param is param for o in listing.originals):
+            # Tied once more: it stays an attribute beside the shard that is listed for it.
+            parent.__dict__[name] = param
+            return listing.param
         return None  # torch puts back what it replaced for a call; the next forward hides it again
     if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
         raise ConfigurationError(_too_late(parent, name))
