@@ -286,11 +286,9 @@ def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or not _is_taken(parent):
+    if param is None or not _is_taken(parent) or param is parent._parameters.get(name):
         return None
     before = parent._parameters.get(name)
-    if param is before:
-        return None  # tied once more, as transformers does after loading
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
