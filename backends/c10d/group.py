@@ -784,7 +784,9 @@ class KnownGroups:
 
     def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
         """Forgets a process group that torch has destroyed."""
-        self._known.pop(key)[1].close()
+        group = self._known.pop(key)[1]
+        if connections is not None:  # else Python ends, and modules are empty
+            group.close()
 
 
 def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:

@@ -289,6 +289,8 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if param is None or not _is_taken(parent):
         return None
     before = parent._parameters.get(name)
+    if param is before:
+        return None  # tied once more
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
