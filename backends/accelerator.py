@@ -25,16 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, Backend, Copy, Group, ReduceOp, Sizes, Work
+from shardkit.backend import DONE, Copy, ReduceOp, Sizes, Work
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.types import ProcessGroup, Tree
+from shardkit.types import Tree
 
-from .c10d.group import NUMBERS, OPS, After, C10dGroup, C10dWork, KnownGroups, TorchWork, as_bytes, as_real
+from .c10d.group import NUMBERS, OPS, After, C10dBackend, C10dGroup, C10dWork, TorchWork, as_bytes, as_real
 from .connections import process_group_over
 from .diagnosis.stack_report import Call, CallFacts
 from .diagnosis.watchdog import Watch
 from .eager import EagerBackend
-from .processes import StartsProcesses
 
 
 class EventTimer:
@@ -79,7 +78,7 @@ class StreamCopy(Copy):
         self._kept = ()
 
 
-class AcceleratorBackend(EagerBackend, StartsProcesses):
+class AcceleratorBackend(EagerBackend, C10dBackend):
     """Tensors of one kind of accelerator, one process for each device.
 
     Attributes:
@@ -90,7 +89,7 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
     one_order = True
 
     def __init__(self) -> None:
-        self._groups = KnownGroups(self, self._make_group)
+        super().__init__()
         self._selected = False
         self._copying: dict[bool, torch.Stream] = {}  # by whether it is to the host
 
@@ -137,15 +136,8 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
             )
         torch.accelerator.set_device_index(int(local_rank))
 
-    def group(self, process_group: ProcessGroup = None) -> Group:
-        """See :meth:`shardkit.backend.Backend.group`. Of mixed groups ("cpu:gloo,cuda:nccl") what serves the device."""
-        return self._groups.of(process_group)
-
-    def _make_group(
-        self, backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
-    ) -> C10dGroup:
-        if process_group is None:
-            return C10dGroup(backend, None, ranks, rank)
+    def _make_group(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> C10dGroup:
+        """Takes of mixed process groups ("cpu:gloo,cuda:nccl") what serves the device."""
         kind, own = self.device_type, self.process_group_backend
         try:
             serves = process_group._get_backend(torch.device(kind)).name()
@@ -154,7 +146,7 @@ class AcceleratorBackend(EagerBackend, StartsProcesses):
                 f"rank {rank}: the process group can't carry {kind.upper()} tensors ({error}); make it with backend "
                 f"'{own}', or keep the module on the CPU"
             ) from error
-        return self._group_type(serves)(backend, process_group, ranks, rank)
+        return self._group_type(serves)(self, process_group, ranks, rank)
 
     def _group_type(self, serves: str) -> type[C10dGroup]:
         """Chooses a class by what serves the device in a process group; gloo carries its tensors, where it can."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import abc
 import pickle
-import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -53,24 +51,6 @@ class Host(EagerBackend):
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
-
-
-# ------------------------------------------------------------ generators of the host
-HostRandomStates = tuple[
-    torch.Tensor, tuple[object, ...], Tree
-]  # of torch, random, numpy (None if not imported)
-
-
-def host_random_states() -> HostRandomStates:
-    numpy = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-
-
-def set_host_random_states(states: HostRandomStates) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])
 
 
 # ------------------------------------------------------------ torch.distributed's record of a process's groups

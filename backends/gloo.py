@@ -8,36 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.backend import Backend, Group
 from shardkit.errors import ConfigurationError
-from shardkit.types import ProcessGroup
 
-from .c10d.group import C10dGroup, KnownGroups
+from .c10d.group import C10dBackend, C10dGroup
 from .connections import connect_gloo, timeout_of
 from .eager import Host
-from .processes import StartsProcesses
 
 
-class GlooBackend(Host, StartsProcesses):
+class GlooBackend(Host, C10dBackend):
     """CPU tensors, one process a rank."""
 
     name = "gloo"
     process_group_backend = "gloo"
 
-    def __init__(self) -> None:
-        self._groups = KnownGroups(self, _make_group)
-
     def is_available(self) -> bool:
         return dist.is_available() and dist.is_gloo_available()
 
-    def group(self, process_group: ProcessGroup = None) -> Group:
-        return self._groups.of(process_group)
-
-
-def _make_group(
-    backend: Backend, process_group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int
-) -> C10dGroup:
-    if process_group is not None:
+    def _make_group(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> C10dGroup:
         try:
             process_group._get_backend(torch.device("cpu"))
         except RuntimeError as error:
@@ -48,7 +35,7 @@ def _make_group(
                     f"shardkit/{world.pg_names[process_group]}", world.pg_map[process_group][1]
                 )
                 connected = connect_gloo(store, rank, len(ranks), timeout_of(process_group, "cpu"))
-                group = C10dGroup(backend, connected, ranks, rank)
+                group = C10dGroup(self, connected, ranks, rank)
                 group.process_group = connected  # nobody else has it
                 return group
             raise ConfigurationError(
@@ -56,4 +43,4 @@ def _make_group(
                 "device; move the module to the device before it is wrapped, or pass device= or backend= where there "
                 "is such an argument, or make the group with backend 'cpu:gloo,cuda:nccl'"
             ) from error
-    return C10dGroup(backend, process_group, ranks, rank)
+        return C10dGroup(self, process_group, ranks, rank)

@@ -20,9 +20,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import IO, cast
 
-from shardkit.backend import Backend, Pool, get_backend
+from shardkit.backend import Pool, get_backend
 from shardkit.errors import CONSEQUENCES, ConfigurationError, RankFailedError
-from shardkit.launching.started import end_with_parent, note
+from shardkit.launching.started import end_with_parent, note, variables_of_rank
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis.watchdog import begin_job, end_job, fail_job
@@ -174,7 +174,7 @@ class RankPool(Pool):
                         f"127.0.0.1:{store.port}",
                         self._backend,
                         self._start,
-                        _variables(rank, self.world_size, free),
+                        variables_of_rank(rank, self.world_size, free),
                     ),
                 )
                 process.start()
@@ -282,43 +282,6 @@ def _packed(fn: AnyCallable, args: Args) -> bytes:
             f"{name} and its arguments have to travel to other processes: the function has to stand at the top of a "
             f"module (no lambda, no function within a function), arguments have to be picklable ({error})"
         ) from error
-
-
-def _variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Returns what torchrun sets on one machine, for libraries that read it; nobody used ``port`` a moment ago."""
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-        "ROLE_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_WORLD_SIZE": world_size,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in variables.items()}
-
-
-# ---------------------------------------------------------------- backends
-class StartsProcesses(Backend):
-    """A backend whose ranks are processes."""
-
-    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
-        self._check_ranks(world_size)
-        variables = self._environment_of_ranks(world_size)
-        return RankPool(
-            world_size, self.name, timeout=timeout, start_timeout=start_timeout, environment=variables
-        )
-
-    def _check_ranks(self, world_size: int) -> None:
-        """Raises ConfigurationError where this machine can't have so many."""
-
-    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
-        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
-        return {}
 
 
 # ------------------------------------------------------------ processes seen from outside

@@ -15,6 +15,8 @@ import enum
 import importlib
 import importlib.metadata
 import inspect
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from .errors import BackendError, ConfigurationError
 from .progress import listen_to_errors
-from .types import AnyCallable, Args, ProcessGroup, T, Timer
+from .types import AnyCallable, Args, ProcessGroup, T, Timer, Tree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -738,3 +740,30 @@ def _be_heard(_: BaseException) -> None:
 
 
 listen_to_errors(_be_heard)
+
+
+# ------------------------------------------------------------ generators of random numbers on the host
+# torch's, Python's, and numpy's where it is imported.
+HostRandomStates = tuple[torch.Tensor, tuple[object, ...], Tree]
+
+
+def host_random_states() -> HostRandomStates:
+    """Returns the states that they have now."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_host_random_states(states: HostRandomStates) -> None:
+    """Gives them states that they had before."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])
+
+
+def seed_host(seed: int) -> None:
+    """Seeds them; a device's stays as it is."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -16,9 +16,8 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from .backend import Group
 from .errors import BackendError, ConfigurationError, RankMismatchError
-from .types import Facts, ParamGroup, StateDict, Tree
+from .types import Facts, StateDict, Tree
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, type(None))
@@ -44,6 +43,18 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
         label: names the call in errors.
     """
     return [decode(data) for data in group.all_gather_bytes(encode(value), label=label)]
+
+
+def facts_of_all(groups: Sequence[Group], value: T, *, label: str = "") -> list[T]:
+    """Gathers values over all groups, of which the ranks of the first have those of the second each, and so on.
+
+    The ranks of the first group come together (collective).
+    """
+    said = [value]
+    for group in groups:
+        facts = all_gather_facts(group.channel("control"), said, label=label)
+        said = [fact for each in facts for fact in each]
+    return said
 
 
 def problems_of_ranks(group: Group, problem: str | None, label: str) -> list[tuple[int, str]]:
@@ -197,9 +208,6 @@ def check_one_save(names: Sequence[str], facts: Sequence[Mapping[str, object] | 
         )
 
 
-_grad_of = attrgetter("grad")
-
-
 def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = None) -> list[Tree]:
     """Compares a list of (name, value) facts between ranks; raises on all of them at the first difference.
 
@@ -273,122 +281,23 @@ def option_facts(**options: object) -> list[tuple[str, object]]:
             parts = {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
             facts += option_facts(**parts)
         else:
-            facts.append((f"{_OPTION} {name}", _in_words(value)))
+            facts.append((f"{_OPTION} {name}", in_words(value)))
     return facts
 
 
-def options_of(group: ParamGroup, of_rank: Container[str] = ()) -> StateDict:
-    """Returns the options of a param group, without those that are each rank's own."""
-    return {k: v for k, v in group.items() if k != "params" and k != "param_names" and k not in of_rank}
-
-
-def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
-    """Groups of one optimizer get the options of another's."""
-    for a, b in zip(source, target, strict=True):
-        b.update(options_of(a))
-
-
-def group_facts(
-    groups: Sequence[ParamGroup], first: int, of_rank: Container[str] = ()
-) -> list[tuple[str, object]]:
-    """Returns options of the param groups from this one on."""
-    facts = []
-    for index, group in enumerate(groups[first:], first):
-        options = options_of(group, of_rank)
-        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
-    return facts
-
-
-def _in_words(value: object) -> str:
+def in_words(value: object) -> str:
     """Returns a value as text that is the same on all ranks if the value is."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.device.type == "cpu" else f"a tensor {tuple(value.shape)}"
     if isinstance(value, tuple | list):
-        return f"({', '.join([_in_words(v) for v in value])})"
+        return f"({', '.join([in_words(v) for v in value])})"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{k}: {_in_words(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{k}: {in_words(v)}' for k, v in value.items())}}}"
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return str(value)
     plain = value.func if isinstance(value, functools.partial) else value
     kind = plain if isinstance(plain, type | FunctionType | BuiltinFunctionType | MethodType) else type(plain)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-class AgreedOptions:
-    """Options of an optimizer's param groups, which are the same on all ranks: told when they change.
-
-    To compare them in each step would take a collective. So a rank on which something has changed since its last step
-    says what; the others say the same before they step, or are found to be in another call.
-
-    Args:
-        of_rank: names of those that are each rank's own.
-    """
-
-    def __init__(self, of_rank: Container[str] = ()) -> None:
-        self._of_rank = of_rank
-        self._known: list[StateDict] | None = None
-
-    def note(self, groups: Sequence[ParamGroup]) -> None:
-        """Notes that these are the same everywhere: ranks have compared them, or come from a step that all made."""
-        self._known = _snapshot(groups, self._of_rank)
-
-    def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
-        """Compares them before a step."""
-        now, known = _snapshot(groups, self._of_rank), self._known
-        if known is None or now == known or group.world_size == 1:
-            return
-        self._known = now
-        changed = [
-            f"{key} of group {index} {_in_words(groups[index][key])}"
-            for index, new in enumerate(now)
-            for key, value in new.items()
-            if index >= len(known) or key not in known[index] or known[index][key] != value
-        ]
-        group.agree(f"a step with other options than before: {', '.join(changed)}")
-
-
-class AgreedGradients:
-    """Knows which parameters have a gradient in a step, the same on all ranks that hold all: told when it changes.
-
-    Nothing is asked of ranks that keep the gradients of what they own alone.
-    """
-
-    def __init__(self) -> None:
-        self._there: list[bool] | None = None
-        self._are_whole = True
-
-    def check(self, group: Group, params: Sequence[nn.Parameter], owned: Sequence[bool]) -> None:
-        """Compares them before a step, of whose gradients nothing else is known.
-
-        Args:
-            owned: which of them this rank updates.
-        """
-        there = [g is not None for g in map(_grad_of, params)]
-        if there == self._there or group.world_size == 1:
-            return
-        before, self._there = self._there, there
-        if not group.backend.even_shards_only and (before is None or len(before) != len(there)):
-            others = [has for has, mine in zip(there, owned, strict=True) if not mine]
-            keeps_own = any(there) and bool(others) and not any(others)
-            told = all_gather_facts(
-                group.channel("control"), keeps_own, label="the first gradients of an OSS"
-            )
-            self._are_whole = not any(told)
-        if self._are_whole:
-            without = [str(k) for k, has in enumerate(there) if not has]
-            which = f"without those of parameters {', '.join(without)}" if without else "all"
-            group.channel("parameters").agree(f"a step with gradients: {which}")
-
-
-def _snapshot(groups: Sequence[ParamGroup], of_rank: Container[str]) -> list[StateDict]:
-    """Returns options, with what tells of a change in place of tensors: to read one could wait for a device."""
-    return [
-        {
-            k: (id(v), v._version) if isinstance(v, torch.Tensor) else v
-            for k, v in options_of(group, of_rank).items()
-        }
-        for group in groups
-    ]
 
 
 def check_one_device(params: Iterable[nn.Parameter]) -> None:

@@ -125,19 +125,22 @@ def segment_layout(
     return SegmentLayout(tuple(pieces), tuple([max(sizes)] * world_size if even else sizes))
 
 
-def buckets_by_numel(numels: Sequence[int], cap: int) -> list[list[int]]:
-    """Fills consecutive items into buckets of at most ``cap`` elements; a larger item gets its own.
+def buckets_by_size(sizes: Sequence[int], cap: int, kinds: Sequence[object] = ()) -> list[list[int]]:
+    """Fills consecutive items into buckets of at most so large a sum; a larger item gets its own.
 
     ``cap=0`` puts every item in a bucket of its own.
+
+    Args:
+        kinds: of the items, if only those of one kind go together; one of the kind None gets its own bucket.
     """
     buckets: list[list[int]] = []
-    filled = 0
-    for i, numel in enumerate(numels):
-        if not buckets or filled + numel > cap:
+    filled, last = 0, None
+    for i, (size, kind) in enumerate(zip(sizes, kinds or [0] * len(sizes), strict=True)):
+        if kind is None or kind != last or filled + size > cap:
             buckets.append([])
             filled = 0
         buckets[-1].append(i)
-        filled += numel
+        filled, last = filled + size, kind
     return buckets
 
 

@@ -105,7 +105,7 @@ class PrecisionPolicy:
         inputs: dtype to which floating-point inputs are cast; None: ``compute``.
         masters: shards of parameters of 16 bits are fp32, which optimizers, clipping and state dicts see; computed is
             in the parameters' own dtype, or in ``compute``. What is frozen when it is sharded keeps its dtype, also
-            where it is unfrozen later. With :class:`~shardkit.OSS` the optimizer has to keep masters itself.
+            where it is unfrozen later. ``OSS(masters=True)`` is the same for :class:`~shardkit.OSS`.
         compression: parameters are gathered as blocks, for forward (in evaluation too) and backward; all ranks compute
             with the same values. Shards, ``summon_full_params`` and state dicts stay exact. With a post-forward mesh
             (``ReshardPolicy(after_forward=n)``) the gathering for backward, within the mesh, is of forward's values

@@ -19,7 +19,7 @@ from shardkit.layout import (
     ShardLayout,
     aligned_shards,
     balanced_owners,
-    buckets_by_numel,
+    buckets_by_size,
     gaps_between,
     greedy_owners,
     local_shape,
@@ -285,7 +285,7 @@ def test_balanced_owners_differ_by_no_more_than_the_smallest_of_the_fullest(
 def test_buckets_are_as_full_as_their_order_allows() -> None:
     for numels in _numels(5, 3):
         for cap in range(8):
-            buckets = buckets_by_numel(numels, cap)
+            buckets = buckets_by_size(numels, cap)
             assert [i for bucket in buckets for i in bucket] == list(range(len(numels)))
             filled = [sum(numels[i] for i in bucket) for bucket in buckets]
             assert all(f <= cap or len(b) == 1 for f, b in zip(filled, buckets, strict=True))

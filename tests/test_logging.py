@@ -33,24 +33,27 @@ def _listen() -> _Lines:
 @on_ranks(2)
 def test_what_was_wrapped(rank: int) -> None:
     fsdp, ddp = _listen(), _listen()
-    module = nn.Sequential(shardkit.FSDP(nn.Linear(4, 4)), nn.Linear(4, 3))
-    model = shardkit.FSDP(module)
+    reduce = shardkit.ReducePolicy(order="fixed")
+    module = nn.Sequential(shardkit.FSDP(nn.Linear(4, 4), reduce=reduce), nn.Linear(4, 3))
+    model = shardkit.FSDP(module, reduce=reduce)
     for _ in range(2):
         model(torch.ones(1, 4))
     logging.getLogger("shardkit").removeHandler(fsdp)
     ddp.lines.clear()
     plain = nn.Linear(4, 3)
-    shardkit.ShardedDDP(plain, shardkit.OSS(plain.parameters(), torch.optim.SGD, lr=0.1))
+    oss = shardkit.OSS(plain.parameters(), torch.optim.SGD, lr=0.1)
+    shardkit.ShardedDDP(plain, oss, reduce=reduce)
     logging.getLogger("shardkit").removeHandler(ddp)
     fsdp, ddp = fsdp.lines, ddp.lines
     # 20 and 15 elements: 10 and 8 a rank
     assert fsdp == [
-        f"INFO rank {rank}: FSDP of 2 units, 4 parameters in shards of 72 bytes a rank; backend gloo, world size 2"
+        f"INFO rank {rank}: FSDP of 2 units, 4 parameters in shards of 72 bytes a rank; backend gloo, world size 2, "
+        "sums over 2 micro-batches in a fixed order"
     ]
     owned = (48, 12)[rank]
     assert ddp == [
         f"INFO rank {rank}: ShardedDDP of 2 parameters (60 bytes), {owned} bytes of them owned by this rank; "
-        "backend gloo, world size 2"
+        "backend gloo, world size 2, sums over 2 micro-batches in a fixed order"
     ]
 
 

@@ -14,6 +14,7 @@ or each for another agreement, which the watch finds. A step that is like the on
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import time
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.backend import DONE, Backend, ReduceOp, Sizes, Work, check_members, size_of
+from shardkit.backend import DONE, Backend, Group, Pool, ReduceOp, Sizes, Work, check_members, size_of
 from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, ShardkitError
 from shardkit.types import ProcessGroup, T
 
@@ -37,6 +38,7 @@ from .. import connections
 from ..diagnosis.stack_report import AGREEMENT, Call, CallFacts, uncounted
 from ..diagnosis.watchdog import STORE_THREAD, NoAnswer, Watch
 from ..eager import GroupInName, ObjectsOverTensors, RanksInName
+from ..processes import RankPool
 
 # ------------------------------------------------------------ tensors on their way
 # In the form in which a library takes them, and what a rank does by itself around what gloo carries.
@@ -720,26 +722,27 @@ class C10dGroup(ObjectsOverTensors):
                 self._raise(error, call)
 
 
-MakeGroup = Callable[[Backend, "dist.ProcessGroup | None", Sequence[int], int], C10dGroup]
-
-
-class KnownGroups:
-    """The groups of one backend: the same object for the same process group, as long as that exists.
+class C10dBackend(Backend):
+    """A backend whose ranks are processes. Its groups are over torch's: one for each, as long as that exists.
 
     A group and its channels end when torch destroys the process group, which others may still hold then (torch's own
     compiler holds the one that exists when it is imported). What ends for certain is torch's entry in its list of
     process groups, and with it the Python object of the group's store: that is what is watched.
-
-    Args:
-        make: called with (backend, process group or None, global ranks, own rank).
     """
 
-    def __init__(self, backend: Backend, make: MakeGroup = C10dGroup) -> None:
-        self._backend, self._make = backend, make
+    def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
 
-    def of(self, process_group: ProcessGroup) -> C10dGroup | GroupInName:
-        """Returns the group for what a user passes."""
+    @abc.abstractmethod
+    def _make_group(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> C10dGroup:
+        """Makes the group over a process group.
+
+        Args:
+            ranks: its members' global ranks.
+            rank: the own position among them.
+        """
+
+    def group(self, process_group: ProcessGroup = None) -> Group:
         if isinstance(process_group, C10dGroup):
             return process_group
         if isinstance(process_group, dist.ProcessGroup) or process_group is None:
@@ -750,11 +753,11 @@ class KnownGroups:
                 "(new_group returns this value on the other ranks)"
             )
         if isinstance(process_group, RanksInName):
-            return GroupInName(self._backend, process_group)
+            return GroupInName(self, process_group)
         size = size_of(process_group)
         if size is not None:
             if size == 1:
-                return self._make(self._backend, None, [0], 0)
+                return C10dGroup(self, None, [0], 0)
             raise ConfigurationError(
                 f"{type(process_group).__name__} has {size} ranks but can't communicate; pass a torch.distributed group"
             )
@@ -777,7 +780,7 @@ class KnownGroups:
             )
         if id(pg) not in self._known:
             connections.check_process_group(pg)
-            group = self._make(self._backend, pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
+            group = self._make_group(pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
             entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
             self._known[id(pg)] = entry, group
         return self._known[id(pg)][1]
@@ -787,6 +790,20 @@ class KnownGroups:
         group = self._known.pop(key)[1]
         if connections is not None:  # else Python ends, and modules are empty
             group.close()
+
+    def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
+        self._check_ranks(world_size)
+        variables = self._environment_of_ranks(world_size)
+        return RankPool(
+            world_size, self.name, timeout=timeout, start_timeout=start_timeout, environment=variables
+        )
+
+    def _check_ranks(self, world_size: int) -> None:
+        """Raises ConfigurationError where this machine can't have so many."""
+
+    def _environment_of_ranks(self, world_size: int) -> dict[str, str]:
+        """Returns variables that the ranks' processes need when they begin, beside those of torchrun."""
+        return {}
 
 
 def _listed() -> Mapping[dist.ProcessGroup, tuple[str, Store]]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardkit.backend import HostRandomStates, host_random_states, set_host_random_states
 from shardkit.errors import (
     BackendError,
     ConfigurationError,
@@ -34,7 +35,6 @@ from shardkit.types import Args, T, Tree
 from ..connections import belongs_here, refusal
 from ..diagnosis.stack_report import Call, SourceLine, here, place_of_error
 from ..diagnosis.watchdog import OUT_OF_STEP_HINT
-from ..eager import HostRandomStates, host_random_states, set_host_random_states
 
 Finish = Callable[[list[Tree]], object]  # what is done with all that ranks brought
 

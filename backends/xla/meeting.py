@@ -17,18 +17,18 @@ Not covered: generators that a program shares between replicas itself, and threa
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
+from shardkit.backend import (
+    HostRandomStates,
+    host_random_states,
+    seed_host,
+    set_host_random_states,
+)
 from shardkit.errors import OutOfStepError, RankLostError
-
-from ..eager import HostRandomStates, host_random_states, set_host_random_states
 
 _SHOWN = 3  # calls of a replica that a message quotes
 
@@ -215,13 +215,6 @@ def _described(rows: _Rows, index: int) -> str:
 SEED = 20_000_003  # ranks start differently, as processes do, but the same in each run
 
 
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-
-
 class Turns:
     """Gives the turn to one replica at a time. A replica's first turn starts from ``SEED`` + its rank."""
 
@@ -241,7 +234,7 @@ class Turns:
                     self._states[self._last] = host_random_states()
                 state = self._states[rank]
                 if state is None:
-                    _seed(SEED + rank)
+                    seed_host(SEED + rank)
                 else:
                     set_host_random_states(state)
                 self._last = rank

@@ -15,12 +15,11 @@ from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
-from ..fsdp.state_dict import name_at
+from ..fsdp.state_dict import buffers_of, name_at, place_of, written_parameters
 from ..layout import Piece
 from ..optimizer_state.slots import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
-from ..training.whole_parameters.listed import place_of, written_parameters
 from ..types import StateDict, Tree
 
 EXTRA = "_extra_state"
@@ -109,10 +108,9 @@ class ModelState:
         return found
 
     def _buffers_and_extras(self) -> Iterator[tuple[str, object]]:
-        for path, m in self.module.named_modules(remove_duplicate=False):
-            for name, buffer in m._buffers.items():
-                if buffer is not None and name not in m._non_persistent_buffers_set:
-                    yield name_at(path, name), buffer
+        modules = list(self.module.named_modules(remove_duplicate=False))
+        yield from buffers_of(modules)
+        for path, m in modules:
             if type(m).get_extra_state is not nn.Module.get_extra_state:
                 yield name_at(path, EXTRA), m.get_extra_state()
 

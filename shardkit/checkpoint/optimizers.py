@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks import copy_options, options_of
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import Registered, RegisteredShard
 from ..fsdp.state_dict import slot_of
 from ..layout import Piece
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Slot, Span
-from ..optimizers.shards import shard_behind
+from ..optimizers.shards import copy_options, options_of, shard_behind
 from ..oss.optimizer import OSS
 from ..torch_seams.dtensors import is_dtensor
 from ..training.adascale import AdaScale

@@ -44,9 +44,8 @@ from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.tensors import memory_of
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .custom_comms import OWN
-from .extended import ExtendedParameter, is_extended, no_values
 from .flat_param import FlatParam
+from .gradients import OWN
 from .masters import Mirrored, notice_scaling
 from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
@@ -66,7 +65,7 @@ from .originals import (
     register,
     take_out,
 )
-from .packed import PackedWeight, is_packable
+from .own_forms import ExtendedParameter, PackedWeight, is_extended, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
@@ -139,6 +138,8 @@ def _make_unit(found: Found) -> None:
     for originals in alike(found):
         state.flats.append(_listed(found, originals, *_cut(found, originals)))
     borrowed = _borrow(found) if found.borrowed else []
+    if state.options.mesh is not None and state.options.mesh.device_type != "cpu":
+        _move_buffers(found)
     state.shared_paths = found.shared
     _run(state, list(map(itemgetter(1), found.modules)), borrowed)
     for mate in state.mates[1:]:
@@ -183,6 +184,7 @@ class Found:
         shared: first and further paths of parameters with several.
         mesh: over which tensor parallelism has cut some of them, if it has.
         cut_over: that of DTensors, where these are to be listed.
+        is_awaited: its parameters are on the meta device here, and get rank 0's values.
     """
 
     def __init__(self, state: ShardingState) -> None:
@@ -195,6 +197,7 @@ class Found:
         self.shared: list[tuple[str, str]] = []
         self.mesh: DeviceMesh | None = None
         self.cut_over: DeviceMesh | None = None
+        self.is_awaited = False
 
     def lenders(self) -> list[FlatParam]:
         """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
@@ -291,7 +294,9 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
     options = state.options
     tensors = [torch.empty(0, device=options.device)] if options.device is not None else []
     if example is not None and not tensors:
-        tensors = [example]
+        mesh = options.mesh  # torch moves what is elsewhere to its device
+        is_elsewhere = mesh is not None and mesh.device_type != example.device.type
+        tensors = [torch.empty(0, device=mesh.device_type) if mesh and is_elsewhere else example]
     choice = options.backend
     if choice is None and not tensors:
         below = units_in(state.door, state)
@@ -316,9 +321,11 @@ def agree(units: Sequence[Found]) -> None:
         by_group.setdefault(found.state.group, []).append(found)
         if found.state.replicas is not None:
             by_replicas.setdefault(found.state.replicas, []).append(found)
+    refused = ""
     for group, ours in by_group.items():
         digests = _digests(ours)
-        told = check_same_everywhere(group, _facts(ours), _WHAT, (proposed_run_id(), digests))
+        aside = proposed_run_id(), digests, _lacking(ours)
+        told = check_same_everywhere(group, _facts(ours), _WHAT, aside)
         originals = [original for found in ours for original in found.originals]
         lazy = [repr(original.name) for original in originals if original.is_lazy]
         if lazy:
@@ -327,12 +334,18 @@ def agree(units: Sequence[Found]) -> None:
                 "its first forward (lazy modules); run one forward on example inputs, alike on all ranks, then "
                 "wrap it"
             )
+        refused = _await_values(ours, [theirs for _, _, theirs in told])
+        if refused and not by_replicas:
+            raise ConfigurationError(refused)
         if digests:
             _compare_values([found for found in ours if not found.state.options.sync_module_states], told)
         for found, run_id in zip(ours, new_run_ids(group, told[0][0], len(ours)), strict=True):
             found.state.run_id = run_id
     for group, ours in by_replicas.items():
-        check_same_everywhere(group, _facts(ours), _WHAT)
+        told = check_same_everywhere(group, _facts(ours), _WHAT, (_lacking(ours), refused))
+        texts = [text for _, text in told] + [_await_values(ours, [lacking for lacking, _ in told])]
+        for text in filter(None, texts):  # of any copy of the model
+            raise ConfigurationError(text)
 
 
 _WHAT = "parameters of the wrapped module or options"
@@ -381,9 +394,40 @@ def _digests(units: Sequence[Found]) -> list[list[str]]:
     return made
 
 
-def _compare_values(units: Sequence[Found], told: Sequence[tuple[str, list[list[str]]]]) -> None:
-    group, (_, first) = units[0].state.group, told[0]
-    for rank, (_, theirs) in enumerate(told):
+_META = torch.device("meta")
+
+
+def _lacking(units: Sequence[Found]) -> list[int]:
+    """Numbers the units whose parameters have no values here, and get none."""
+    return [k for k, found in enumerate(units) if _META in found.devices and not found.is_awaited]
+
+
+def _await_values(units: Sequence[Found], told: Sequence[list[int]]) -> str:
+    """Notes which units get their values from the first of these ranks, where they are on the meta device on others.
+
+    Returns:
+        What to refuse, on all ranks: it is the first one that lacks them, or none are sent.
+    """
+    if told.count(told[0]) == len(told):
+        return ""
+    for k, found in enumerate(units):
+        lack = [rank for rank, theirs in enumerate(told) if k in theirs]
+        if 0 < len(lack) < len(told):
+            state, are_apart = found.state, any(original.is_apart for original in found.originals)
+            if 0 in lack or are_apart or not state.options.sync_module_states:
+                return (
+                    f"parameters of {type(state.module).__name__}, such as {found.originals[0].name!r}, are on the "
+                    f"meta device on the ranks {lack} of {len(told)}, and have values on others. Those of the first "
+                    "are sent to all: they have to be there, sync_module_states=True, and no parameter of a class "
+                    "with an all-gather of its own. Or build the module on the meta device on all ranks"
+                )
+            found.is_awaited = _META in found.devices
+    return ""
+
+
+def _compare_values(units: Sequence[Found], told: Sequence[tuple[str, list[list[str]], list[int]]]) -> None:
+    group, (_, first, _) = units[0].state.group, told[0]
+    for rank, (_, theirs, _) in enumerate(told):
         if theirs != first:
             n = next(i for i, (a, b) in enumerate(zip(theirs, first, strict=True)) if a != b)
             differing = (k for k, (a, b) in enumerate(zip(theirs[n], first[n], strict=True)) if a != b)
@@ -615,11 +659,14 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     if layout.grains is not None and not group.backend.has_storage:
         # all ranks run one program: parts are of one size
         layout = ShardLayout(layout.numels, group.world_size)
-    device = options.device or originals[0].param.device
+    device = _home(found, originals[0].param)
     if originals[0].is_apart and found.cut_over is not None:
         _cut_extended(found, originals, device, found.cut_over)
         return layout, no_values(layout.shard_numel, originals[0].param)
-    values = list(map(_values_of, originals))
+    values = [
+        _values_of(o) if not found.is_awaited else torch.empty_like(o.values, device=device)
+        for o in originals
+    ]
     are_masters = options.precision.masters and _has_masters(originals[0])
     dtype = torch.float32 if are_masters else values[0].dtype
     if True in map(_is_meta, values):
@@ -638,6 +685,13 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     if options.device is None:
         found.state.options = replace(options, device=device)  # it computes where it is now
     return layout, group.backend.pin(shard) if offload.parameters else shard.cpu()
+
+
+def _home(found: Found, param: torch.Tensor) -> torch.device:
+    """Returns where a shard is to be: where the parameters are or, as in torch, on the mesh's device."""
+    options, backend = found.state.options, found.state.group.backend
+    is_elsewhere = param.device.type != backend.device_type and (found.is_awaited or options.mesh is not None)
+    return options.device or (backend.device() if is_elsewhere else param.device)
 
 
 def _has_masters(original: OriginalParameter) -> bool:
@@ -710,6 +764,13 @@ def _listed(
     )
 
 
+def _move_buffers(found: Found) -> None:
+    for _, m in found.modules:
+        for name, buffer in m._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                m._buffers[name] = buffer.to(found.state.group.backend.device())
+
+
 def _borrow(found: Found) -> list[FlatParam]:
     """Lists parameters that other units manage in this one, too; returns the flat parameters that have them."""
     for param, place in found.borrowed:
@@ -753,11 +814,11 @@ def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None
             logger.log(level, text, what, padding, 100 * share)
 
 
-def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None:
+def announce(root: nn.Module, units: int, parameters: int, group: Group, order: str) -> None:
     """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
     logger.info(
-        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d",
+        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d%s",
         group.rank,
         type(root).__name__,
         units,
@@ -765,6 +826,7 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group) -> None
         held,
         group.backend.name,
         group.world_size,
+        order,
     )
 
 

@@ -70,7 +70,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -79,6 +79,7 @@ import torch
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
+from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
@@ -96,6 +97,7 @@ from ..torch_seams.hooks import (
     unnoted,
 )
 from ..wrapping.saved_on_host import Activations
+from .common_order import CommonOrder
 from .flat_param import FlatParam
 from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original
@@ -289,17 +291,9 @@ def _computed_together(
 
 def _ends_of_rows(units: Sequence[Unit]) -> list[int]:
     """Finds for each position where the row of small units that it is in ends (exclusive)."""
-    rows: list[list[Unit]] = []
-    room = 0
-    for unit in units:
-        size = unit.small_bytes
-        if not rows or size < 0 or size > room:
-            rows.append([])
-            room = ROW if size >= 0 else 0
-        rows[-1].append(unit)
-        room -= size
-    ends = list(itertools.accumulate(map(len, rows)))
-    return [end for end, row in zip(ends, rows, strict=True) for _ in row]
+    sizes = [unit.small_bytes for unit in units]
+    rows = buckets_by_size(sizes, ROW, [None if size < 0 else "values" for size in sizes])
+    return [row[-1] + 1 for row in rows for _ in row]
 
 
 _version_of = attrgetter("_version")
@@ -350,18 +344,20 @@ class Engine:
         after: where execution is lazy, what the next gathers have to wait for.
         rounds: counts backwards of a step, where the order of sums is fixed.
         activations: of the forward that runs, those that go to the host.
-        all_have_order: a training forward has shown all ranks in which order units are called.
+        common: the order that ranks keep to inside of ``uneven``.
+        in_common: they are inside.
         is_alone: everything stays gathered, and no forward or backward meets other ranks.
         needs_one_order: so do gathers and reductions of all units, with each other.
     """
 
-    all_have_order = is_alone = False
+    in_common = is_alone = False
 
     def __init__(
         self, units: Sequence[Unit], prefetch: int = 1, after_backward: Callable[[], None] | None = None
     ) -> None:
         self.units = list(units)
         self._after_backward = after_backward
+        self.common = CommonOrder(self)
         self.state = BackwardState(self._end_of_backward)
         self.forwards = 0
         self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
@@ -461,6 +457,8 @@ class Engine:
             self.after = tensors_in(inputs)
         self.forwards += 1
         in_backward = current_backward() != NO_BACKWARD
+        if self.in_common and not in_backward:
+            self.common.enter(unit)
         if not self.recording and not in_backward and (unit.gathered_at is None or not unit.is_current()):
             unit.release()  # what an earlier forward left gathered may be old
         for flat in unit.needs:
@@ -505,6 +503,8 @@ class Engine:
             return
         if self.forwards == 0:
             self.thread = NO_THREAD  # now, for what follows may raise
+        if self.in_common:
+            self.common.leave(unit)
         unit.left += 1
         if self.recording:
             self._ends.append((unit, len(self._calls)))
@@ -527,6 +527,8 @@ class Engine:
             numbers: dict[int, int] = {}  # of checkpoints, in order of appearance
             checkpoints = [-1 if c is None else numbers.setdefault(id(c), len(numbers)) for c in self._around]
             self._around = []
+            if self.in_common:
+                checkpoints = self.common.settle(checkpoints)
             if (
                 self._replan
                 or self._calls != self._order
@@ -925,33 +927,21 @@ class Engine:
             flat.store.lock()
 
     # ------------------------------------------------------------ steps of others
-    @property
-    def has_order(self) -> bool:
-        """Whether a training forward has shown in which order units are called."""
-        return bool(self._order)
+    def attend(self, unit: Unit, inside: Callable[[], None]) -> None:
+        """Gathers a unit and gives it back, as ranks do that call it (collective); ``inside`` comes in between."""
+        in_common, was_reached = self.in_common, unit.is_reached
+        self.in_common = False
+        self.before_forward(unit, ())
+        if self.recording:
+            self._around[-1] = None
+        inside()
+        self.after_forward(unit)
+        self.in_common, unit.is_reached = in_common, was_reached
 
-    def follow(self, forward: Callable[[], object] | None = None, evaluates: bool = False) -> None:
-        """Takes part in a forward of other ranks without computing (collective).
-
-        Args:
-            forward: runs the root's forward; else what the last training one gathered is gathered, in its order.
-            evaluates: there will be no backward.
-        """
-        with torch.set_grad_enabled(not evaluates):
-            (forward or self._repeat_forward)()
-
-    def follow_rest(self) -> None:
-        """Takes part in what is left of a training forward that raised here (collective)."""
-        with torch.enable_grad():
-            self._repeat_forward(goes_on=True)
-
-    @property
-    def knows_rest(self) -> bool:
-        """Whether the last training forward goes on as the one that raised began."""
-        calls, ends = self._calls, self._ends
-        return bool(self._order) and (
-            calls == self._order[: len(calls)] and ends == self._order_of_ends[: len(ends)]
-        )
+    def go_on(self, depth: int, trains: bool) -> None:
+        """Goes on with a forward that raised inside of so many units."""
+        self.forwards, self.recording = depth, trains
+        self._around = [None] * len(self._calls)
 
     def follow_backward(self, local: bool) -> None:
         """Takes part in the backward of the last forward, or in the rest of one that raised here (collective).
@@ -962,29 +952,8 @@ class Engine:
             local: they are kept, as inside of ``no_sync``.
         """
         before = self.set_accumulating([local] * len(self.units))
-        with _adding_nothing(self.units):
-            self.state.follow(self.begin_backward)
+        self.state.follow(self.begin_backward)
         self.set_accumulating(before)
-
-    def _repeat_forward(self, goes_on: bool = False) -> None:
-        order, ends, begun = self._order, self._order_of_ends, 0
-        # others may be called without gradients
-        reached = {unit for unit in self.units if unit.goes_backward}
-        if goes_on:
-            begun, ends = len(self._calls), ends[len(self._ends) :]
-            self.recording, self.forwards = True, len(ends) - (len(order) - begun)
-        else:
-            self.begin_forward()
-        for unit, before in ends:
-            for called in order[begun:before]:
-                self.before_forward(called, ())
-            begun = max(begun, before)
-            if self.recording:
-                unit.is_reached = unit.is_reached or (unit.is_trainable and (self._replan or unit in reached))
-            self.after_forward(unit)
-        checkpoints = [object() for _ in order]
-        self._around = [None if number < 0 else checkpoints[number] for number in self._checkpoints]
-        self.end_forward()
 
     # ------------------------------------------------------------ steps without others
     def gather_all(self) -> None:
@@ -1002,9 +971,9 @@ class Engine:
         self._lock(self._held)
 
     def give_back_all(self) -> None:
-        """Ends that, on this rank; the order in which units are called is to be learned anew, which ranks share."""
+        """Ends that, on this rank; in which order units were called last is not what other ranks did."""
         self.set_accumulating(self._accumulated)
-        self.is_alone = self.all_have_order = False
+        self.is_alone = False
         for unit in self.units:
             unit.release()
         for flat in self._held:
@@ -1031,10 +1000,11 @@ class Engine:
     def reduce_now(self, everything: bool = False) -> None:
         """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
         self.check_idle("a reduction of gradients")
-        empty = [unit for unit in self.units if not unit.has_local_gradients()]
-        with torch.no_grad(), _adding_nothing(empty):
+        with torch.no_grad():
             for unit in self.units:
-                if (unit.is_trainable and everything) or (not unit.accumulates and unit not in empty):
+                if (unit.is_trainable and everything) or (
+                    not unit.accumulates and unit.has_local_gradients()
+                ):
                     self._send(unit)
             while self._in_flight:
                 self._receive()
@@ -1045,13 +1015,3 @@ class Engine:
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("an engine is not copied; the root makes a new one")
-
-
-@contextlib.contextmanager
-def _adding_nothing(units: Sequence[Unit]) -> Iterator[None]:
-    """Says inside that this rank has no gradients of these: of those without a part here it doesn't hear who has."""
-    unused = [flat.unused for unit in units for flat in unit.flats]
-    noted = [each.is_noted for each in unused]
-    yield
-    for each, before in zip(unused, noted, strict=True):
-        each.is_noted = before

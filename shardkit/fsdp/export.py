@@ -23,9 +23,9 @@ from ..torch_seams.tensors import INTEGERS, memory_of
 from ..types import T, Tree
 from .flat_param import FlatParam
 from .originals import refuse_meta, refuse_split
-from .packed import Packed
+from .own_forms import Packed
 from .state import ShardingState, summoned
-from .state_dict import name_at, unsharded
+from .state_dict import buffers_of, name_at, place_of, written_parameters
 
 Names = Callable[[str], str | None] | Literal["hf"] | None
 
@@ -142,13 +142,9 @@ def _exported(
                 found.update(_named(flat, changes if _is_here(root, on) else [], paths))
         yield from rename(found)
     if _is_here(root, on):
-        sharded = {id(listing.param) for listing in root.all_listings()}
-        # where they are summoned
-        sharded.update(id(original.param) for flat in root.all_flats() for original in flat.originals)
-        rest = unsharded(modules, sharded)
-        yield from rename(
-            {n: _cast(t.detach(), dtype) if isinstance(t, nn.Parameter) else t for n, t in rest}
-        )
+        whole = {n: p for n, p in written_parameters(root.door) if place_of(p)[0] is None}
+        rest = {n: _cast(p.detach(), dtype) for n, p in whole.items()}
+        yield from rename({**rest, **dict(buffers_of(modules))})
 
 
 def _check(root: ShardingState, dtype: torch.dtype | None, on: int | None, since: SentWeights | None) -> None:

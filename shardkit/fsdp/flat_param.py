@@ -56,7 +56,6 @@ from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_back
 from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, UnitRanges
 from ..types import StateDict
-from .extended import ExtendedParameter, no_values
 from .originals import (
     OriginalParameter,
     Place,
@@ -70,6 +69,7 @@ from .originals import (
     show,
     unregister,
 )
+from .own_forms import ExtendedParameter, no_values
 from .store import FULL, KEPT, RELEASED, SUMMONED, Store, store_for
 
 if TYPE_CHECKING:

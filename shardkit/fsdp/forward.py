@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import LifecycleError
+from ..reduction.ordered import order_in_words
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
@@ -226,7 +227,9 @@ def become_root(state: ShardingState) -> Engine:
         s.is_root = s is state or s in state.mates
         s.cast_buffers()
     originals = sum(len(flat.originals) for flat in state.all_flats())
-    announce(state.door, len(states), originals, state.group)
+    ranks = state.group.world_size * (1 if state.replicas is None else state.replicas.world_size)
+    order = order_in_words(state.options.reduce, ranks)
+    announce(state.door, len(states), originals, state.group, order)
     return engine
 
 
@@ -401,7 +404,7 @@ def fail(state: ShardingState, entered: Entered, error: BaseException) -> None:
         engine.thread = NO_THREAD
     # what is refused is refused on all ranks; else other ranks may wait in the next unit's gather. Inside of uneven()
     # this rank goes on without computing
-    goes_on = engine.is_alone or (engine.state.watcher is not None and torch.is_grad_enabled())
+    goes_on = engine.state.watcher is not None
     if is_outermost and not (engine.is_lazy or goes_on or isinstance(error, LifecycleError)):
         state.group.abort(f"its forward raised {type(error).__name__}: {error}")
 

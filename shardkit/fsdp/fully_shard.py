@@ -10,7 +10,6 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
-from .extended import is_extended
 from .forward import (
     Entered,
     enter,
@@ -36,11 +34,18 @@ from .forward import (
     leave,
 )
 from .originals import check_asker
+from .own_forms import is_extended
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of, units_in
 from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place
-from .torch_class import note_state_for_torch, own_class, sharded_class
-from .torch_words import TorchsArguments, TorchsMethods, in_torchs_words
+from .torch_words import (
+    TorchsArguments,
+    TorchsMethods,
+    in_torchs_words,
+    note_state_for_torch,
+    own_class,
+    sharded_class,
+)
 from .wrapper import Door
 
 if TYPE_CHECKING:
@@ -191,9 +196,6 @@ class InPlace:
         # the same module, which has gathered
         self._calls: list[tuple[Entered | None, BaseException | None]] = []
         self._is_refused = False
-        self._method: FrameType | None = (
-            None  # that torch's ``register_fsdp_forward_method`` made, while it runs
-        )
 
     def install(self) -> None:
         module, state = self._state.door, self._state
@@ -224,8 +226,6 @@ class InPlace:
         if state.is_asleep:
             wake(state)
         handled = sys.exc_info()[1]
-        if self._method is not None:
-            self.end_method()
         try:
             if state.is_computing:
                 enter_again(state)
@@ -256,36 +256,6 @@ class InPlace:
             fail(state, entered, error)
             return outputs
         return leave(state, entered, outputs)
-
-    def enter_method(
-        self, module: nn.Module, args: Args, kwargs: Kwargs, method: FrameType
-    ) -> tuple[Args, Kwargs]:
-        """Enters as forward does, for a method that nobody tells of where it raises: it has where its frame is gone."""
-        args, kwargs = self._enter(module, args, kwargs) or (args, kwargs)
-        if self._method is None:
-            self._method = method
-        return args, kwargs
-
-    def leave_method(self, module: nn.Module, outputs: Tree) -> Tree:
-        """Ends such a method."""
-        outputs = self._leave(module, (), {}, outputs)
-        if not self._calls:
-            self._method = None
-        return outputs
-
-    def end_method(self) -> None:
-        """Forgets such a method where it has raised."""
-        frame = sys._getframe(1)
-        while frame is not None and frame is not self._method:
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
-            return
-        self._method, state = None, self._state
-        while self._calls:
-            entered, _ = self._calls.pop()
-            if entered is not None:
-                fail(state, entered, RuntimeError("a registered method raised"))
-        state.is_computing = False
 
     # ------------------------------------------------------------ state dicts
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -372,4 +342,4 @@ class InPlace:
         """Returns what a file takes, in which the state is asleep."""
         wake(self._state)
         check_pickled(self._state)
-        return {"_state": self._state, "_calls": [], "_is_refused": False, "_method": None}
+        return {"_state": self._state, "_calls": [], "_is_refused": False}

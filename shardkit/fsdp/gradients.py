@@ -6,6 +6,11 @@ When a unit's gradients are there, they are packed ([Note: packed gradients] in 
 its shard of the flat parameter, and a flag for each original parameter that lies there). Their own memory is given
 back, and one reduce-scatter makes the part of this rank. Original parameters that no rank had a gradient for stay as
 they are in the optimizer's step, as in a plain process (see ``optimizer_check.py``).
+
+[Note: custom messages] Such an object gets the process group that the model is sharded over, as torch hands it over:
+one for gathers and reductions. So all of them are in one order on all ranks, also where a backward has no plan. It sees
+tensors of one dimension, rank by rank, in memory that it allocated itself, which costs a copy. What lies where in them
+is ours alone: parameters as the unit's layout says, and flags for missing gradients behind the gradients of each rank.
 """
 
 from __future__ import annotations
@@ -14,16 +19,16 @@ import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, final
 
 import torch
 from torch.optim import Optimizer
 
-from ..backend import DONE, Group, ReduceOp, Work
+from ..backend import DONE, Group, ReduceOp, Work, WorkThen
 from ..errors import LifecycleError
 from ..layout import Piece, ShardLayout, alignment, rounded_up
 from ..optimizers.shards import changed_by_steps, take_part
@@ -32,17 +37,137 @@ from ..reduction.compression import BlockFormat, CompressedAllReduce, Compressed
 from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
+from ..torch_seams.compiling import not_compiled
 from ..torch_seams.tensors import as_plain
-from ..types import Tree
-from .custom_comms import OWN, CustomComms, Hook, sent_by
+from ..types import ProcessGroup, Tree
 from .flat_param import FlatParam, Registered, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import Work as TorchsWork
 
 _grad_of = attrgetter("param.grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
+# ------------------------------------------------------------ messages that an object of the user's sends
+Hook: TypeAlias = Callable[[torch.Tensor], object]
+
+
+class Comm(Protocol):
+    """Sends messages as torch's AllGather and ReduceScatter do."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def __call__(self, **arguments: object) -> TorchsWork | None: ...
+
+
+@dataclass(frozen=True)
+class CustomComms:
+    """Says what of a unit's messages is not sent here.
+
+    Attributes:
+        process_group: torch's, over which the others are sent.
+        gather: sends values.
+        scatter: sends gradients.
+        sums: it forms sums, whose mean is formed here.
+        hook: gets reduced gradients, and changes them in place.
+    """
+
+    process_group: ProcessGroup = None
+    gather: Comm | None = None
+    scatter: Comm | None = None
+    sums: bool = False
+    hook: Hook | None = None
+
+    @property
+    def are_custom(self) -> bool:
+        """Whether any of it is sent, or changed, by somebody else."""
+        return (self.gather, self.scatter, self.hook) != (None, None, None)
+
+    def forms_means(self, dtype: torch.dtype) -> bool:
+        """Whether torch asks for a mean of gradients of a dtype."""
+        return dtype in (torch.float32, torch.bfloat16) and not self.sums
+
+
+OWN = CustomComms()
+
+
+def sent_by(comm: Comm, channel: Group, process_group: ProcessGroup) -> Group:
+    """Returns what gathers or reduces by this in place of a channel."""
+    return cast("Group", _CustomGroup(channel, comm, process_group))
+
+
+@final
+class _CustomGroup:
+    """A unit's ranks, whose gathers or reductions are the user's; all else is the channel's."""
+
+    def __init__(self, channel: Group, comm: Comm, process_group: ProcessGroup) -> None:
+        self._channel, self._comm, self._process_group = channel, comm, process_group
+
+    def __getattr__(self, name: str) -> Tree:
+        return getattr(self._channel, name)
+
+    @not_compiled
+    def all_gather_into(
+        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Gathers as :meth:`Group.all_gather_into`."""
+        full, rank = self._like(output), self._channel.rank
+        own = full[rank * shard.numel() : (rank + 1) * shard.numel()].copy_(shard)
+        sent = self._comm(output_tensor=full, input_tensor=own, group=self._process_group, async_op=async_op)
+        work = WorkThen(DONE if sent is None else _OfTorch(sent), lambda: output.copy_(full))
+        if not async_op:
+            work.wait()
+        return work
+
+    @not_compiled
+    def reduce_scatter_into(
+        self,
+        shard: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Reduces as :meth:`Group.reduce_scatter_into`; at once, as torch calls it: it may add up what arrives."""
+        given, result = self._like(input).copy_(input), self._like(shard)
+        # names are the same
+        sent = self._comm(
+            output_tensor=result,
+            input_tensor=given,
+            group=self._process_group,
+            op=getattr(torch.distributed.ReduceOp, op.name),
+        )
+        if sent is not None:
+            sent.wait()
+        shard.copy_(result)
+        return DONE
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._comm.allocate((tensor.numel(),), dtype=tensor.dtype, device=tensor.device)
+        return memory.view(-1)
+
+
+@final
+class _OfTorch(Work):
+    """A work of torch's."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: TorchsWork) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
+
+# ------------------------------------------------------------ gradients of a unit
 # Gradients in flight: for each original parameter, whether this rank had a gradient; whether it had those of all
 # trainable ones; this rank's part, [S], [S + F], or [S + flags of this rank]; and what to wait for, if anything.
 Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
@@ -64,14 +189,14 @@ def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
 def _form_for(
     layouts: tuple[ShardLayout, ...],
     trainable: tuple[bool, ...],
-    are_listed: bool,
+    by_all: bool,
     itemsize: int | None,
     block: int | None,
 ) -> tuple[PackedForm, list[tuple[int, int]]]:
     """Returns where gradients and flags lie, and of each layout the number of its first item and where its part begins.
 
     Args:
-        are_listed: each is by itself, so all ranks have to know which ones have a gradient, not only those with a part.
+        by_all: all ranks hear which ones have a gradient, not only those with a part.
         itemsize: of the memory that is written to, if it is.
         block: of so many numbers, in which they travel.
     """
@@ -86,7 +211,7 @@ def _form_for(
         first, size = first + len(layout.numels), size + layout.shard_numel
     if block is not None:  # flags are in blocks of their own
         size = rounded_up(size, step)
-    flagged = [k for k, trains in enumerate(trainable) if trains and are_listed]
+    flagged = [k for k, trains in enumerate(trainable) if trains and by_all]
     sizes = [size] * layouts[0].world_size
     return PackedForm(pieces, sizes, even=True, step=step, flagged=flagged), places
 
@@ -147,12 +272,13 @@ class GradientPack(ABC):
         self._form, places = _form_for(
             tuple(map(_layout_of, flats)),
             tuple(self.trainable),
-            flat.shards is not None,
+            flat.shards is not None or group.backend.has_storage,
             itemsize,
             None if blocks is None else blocks.numel,
         )
         self.part_numel = self._form.sizes[group.rank]
-        here, self._parts = self._form.items[group.rank], list[_Part]()
+        self._parts: list[_Part] = []
+        here = [p.item for p in self._form.pieces if p.rank == group.rank]
         self._in_runs: list[tuple[int, ShardLayout]] = []
         for f, (first, start) in zip(flats, places, strict=True):
             own = range(first, first + len(f.originals))
@@ -318,7 +444,7 @@ class GradientPack(ABC):
         return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
-        """Tells which original parameters had a gradient on some rank, as far as they have a part here."""
+        """Tells which original parameters had a gradient on some rank, as far as this one hears of it."""
         return had
 
     def _own(self, part: _Part, result: torch.Tensor) -> torch.Tensor:

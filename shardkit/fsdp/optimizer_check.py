@@ -6,8 +6,8 @@ parameters have gradients.
 
 [Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
 original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
-process. All ranks warn of that when it happens, also those that have no part of the parameter: as far as they can tell,
-which is by what they used themselves. (Not where execution is lazy: who took part is not known then.)
+process. All ranks warn of that when it happens, also those that have no part of the parameter, or raise where the order
+of sums is fixed. (Not where execution is lazy: who took part is not known then.)
 
 [Note: first steps] A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made
 before wrapping (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to
@@ -37,12 +37,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checks import AgreedOptions, check_same_everywhere, group_facts, option_facts
+from ..checks import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
-from ..optimizers.shards import listing_of, shard_behind, take_part
+from ..optimizers.shards import AgreedOptions, group_facts, listing_of, shard_behind, take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by
@@ -120,9 +120,6 @@ class _Looked:
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
         """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
         unused, pieces = flat.unused.originals, flat.layout.pieces()
-        if flat.reduce.order is not None:
-            # an error, so of what is known: of others' parts this rank doesn't hear who has gradients
-            pieces = [p for p in pieces if p.rank == flat.group.rank]
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)

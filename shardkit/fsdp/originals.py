@@ -119,7 +119,7 @@ class ReleasedParameter(GatheredParameter):
             raise LifecycleError(_refusal(param, resolve_name(func) or what))
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
-        owner = _owner_of(self)
+        owner = owner_of(self)
         if owner is not None and id(owner.flat) not in memo.get(_COPIED, ()):
             raise LifecycleError(_refusal(self, "a copy"))
         if id(self) not in memo:
@@ -408,7 +408,8 @@ _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
 
-def _owner_of(param: torch.Tensor) -> Owner | None:
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """Returns where an original parameter lies; None for other parameters."""
     found = known_originals.get(id(param))
     flat = None if found is None or found[0]() is not param else found[1]()
     return None if found is None or flat is None else Owner(flat, found[2])
@@ -451,12 +452,12 @@ def are_copied(flats: Sequence[FlatParam], memo: Memo) -> bool:
 
 def name_of_original(param: nn.Parameter) -> str | None:
     """Returns the full name of an original parameter, as far as it is known; None for other parameters."""
-    return _name(param) if _owner_of(param) is not None else None
+    return _name(param) if owner_of(param) is not None else None
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
     """Returns the parameter, or where it has lost its shape too (lazy execution) one that is like it."""
-    owner = _owner_of(param)
+    owner = owner_of(param)
     if owner is None or owner.flat.store.keeps_shapes:
         return param
     shape = owner.flat.originals[owner.number].shape
@@ -464,7 +465,7 @@ def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def _name(param: torch.Tensor) -> str:
-    owner = _owner_of(param)
+    owner = owner_of(param)
     return str(_names_of_copies.get(param, "of an FSDP module")) if owner is None else _name_in(owner)
 
 
@@ -489,7 +490,7 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
             "view has no memory then. Keep a clone() of it, or read it inside of the forward of the FSDP module that "
             "holds the parameter"
         )
-    owner, name = _owner_of(param), _name(param)
+    owner, name = owner_of(param), _name(param)
     if owner is None:
         return (
             f"{what} needs the values of parameter {name!r}, but this is a copy of it without the FSDP module that "
@@ -510,13 +511,13 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
 
 def refuse_copy(param: ReleasedParameter, what: str) -> None:
     """Raises for a parameter that was copied, or came from a file, without the flat parameter that has its values."""
-    if _owner_of(param) is None:
+    if owner_of(param) is None:
         raise LifecycleError(_refusal(param, what))
 
 
 def _refuse_gradient(param: torch.Tensor) -> None:
     """Raises where the parameter's gradient was reduced: what is read or set here would not be it."""
-    owner = _owner_of(param)
+    owner = owner_of(param)
     if (
         owner is None
         or param.grad is not None

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -30,15 +30,17 @@ from torch.optim import Optimizer
 
 from ..checks import check_one_save, problems_of_ranks, stamp
 from ..errors import ConfigurationError, LifecycleError
+from ..flattening.flat_parameter import FlatParameter
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..optimizer_state.forms import Held, gather_by_index, shard_by_index
 from ..optimizer_state.marking import note_whole_states
 from ..optimizer_state.slots import Slot, Span
-from ..optimizers.shards import refuse_stand_ins, shard_behind
+from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
+from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered
-from .originals import managing, refuse_meta, refuse_split
+from .originals import hidden, managing, owner_of, refuse_meta, refuse_split, written_names
 from .state import (
     INNER,
     OUTER,
@@ -117,6 +119,30 @@ class Pieces(torch.Tensor):
         return self._run[box.start : box.start + box.numel].view(box.sizes)
 
 
+# ------------------------------------------------------------ a model's parameters, as it was written
+def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters of a model under all names that it was written with: those of tied weights, too."""
+    for path, module in nn.Module.named_modules(model, remove_duplicate=False):
+        taken = dict(hidden(module))
+        for name in written_names(module):
+            own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
+            is_taken = isinstance(own, nn.Parameter) and managing(own) is not None
+            param = own if is_taken else module._parameters.get(name, taken.get(name))
+            if is_dtensor(param) and (listing := listing_of(param)) is not None:
+                param = listing.originals[0].param
+            is_shard = isinstance(param, FlatParameter) and shard_behind(param) is not None
+            if param is not None and not is_shard:
+                yield name_at(path, name), param
+
+
+def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
+    """Returns the flat parameter that a parameter lies in, and its number there."""
+    listing = shard_behind(param)
+    if listing is not None:  # listed in place of one original parameter
+        return listing.flat, listing.first
+    return owner_of(param) or (None, 0)
+
+
 def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
     """Returns parameters and buffers under their own names, for DCP: of what is sharded, this rank's pieces.
 
@@ -124,17 +150,16 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
     """
     found: dict[str, torch.Tensor] = {}
-    for before, unit in named_units(state.door):
-        for flat in unit.flats:
-            for name, pieces in _pieces_of(flat, unit.home):
-                found[name_at(before, name)] = pieces
-        for source, name in unit.shared_paths:
-            first = name_at(before, source)
-            if first in found:
-                found[name_at(before, name)] = found[first]
-    listed = {id(listing.param) for listing in state.all_listings()}
-    for name, t in unsharded(state.door.named_modules(), listed):
-        found.setdefault(name, t.detach() if isinstance(t, nn.Parameter) else t)
+    pieces: dict[FlatParam, list[Pieces]] = {}
+    for name, param in written_parameters(state.door):
+        flat, number = place_of(param)
+        if flat is None:
+            found[name] = param.detach()
+            continue
+        if flat not in pieces:
+            pieces[flat] = _pieces_of(flat)
+        found[name] = pieces[flat][number]
+    found.update(buffers_of(state.door.named_modules()))
     return found
 
 
@@ -143,31 +168,25 @@ def name_at(path: str, name: str) -> str:
     return plain_name(dotted(path, name))
 
 
-def _pieces_of(flat: FlatParam, home: int) -> Iterator[tuple[str, Pieces]]:
+def _pieces_of(flat: FlatParam) -> list[Pieces]:
     refuse_meta(flat)
     refuse_split(flat.originals, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
-    shard = flat.param.detach().view(-1)
+    shard, made = flat.param.detach().view(-1), list[Pieces]()
     here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
-    for item, (name, original) in enumerate(zip(flat.names, flat.originals, strict=True)):
-        if original.home != home:
-            continue
+    for item, original in enumerate(flat.originals):
         piece = here.get(item)
         run = shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
         boxes = [] if piece is None else boxes_of_piece(original.shape, piece._replace(offset=0))
-        yield name, Pieces(original.shape, run, boxes)
+        made.append(Pieces(original.shape, run, boxes))
+    return made
 
 
-def unsharded(
-    modules: Iterable[tuple[str, nn.Module]], sharded: Collection[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what these modules, by path, have in a state dict beside parameters with these ids."""
+def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of these modules, by path, that a state dict has."""
     for path, m in modules:
         for name, buffer in m._buffers.items():
             if buffer is not None and name not in m._non_persistent_buffers_set:
                 yield name_at(path, name), buffer
-        for name, param in m._parameters.items():
-            if param is not None and id(param) not in sharded:
-                yield name_at(path, name), param
 
 
 _NOTE = "shardkit_shard"  # in the metadata of a state dict

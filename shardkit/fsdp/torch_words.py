@@ -5,16 +5,19 @@ optimizer has stepped. That is taken, and changes nothing.
 
 [Note: FSDP2's class] Programs and libraries ask ``isinstance(module, FSDPModule)``. So where DTensors are listed, as
 torch lists them, a module's class becomes one that has torch's FSDPModule before its own class among its bases, as
-torch makes it; its methods are these.
+torch makes it; its methods are these. Methods that torch's own ``register_fsdp_forward_method`` sets on it are
+registered as ours does it, which sees where one raises; torch's wrapper tells nobody.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
-from types import MethodType
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
+from types import CodeType, MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
 
 import torch
 from torch import nn
@@ -25,10 +28,10 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import WholeMesh
-from ..types import AnyCallable, Tree
+from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
-from .custom_comms import Comm, Hook
-from .forward import call_method, cast_inputs, run_gathered
+from .forward import become_root, call_method, cast_inputs, run_gathered
+from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
 
 if TYPE_CHECKING:
@@ -470,12 +473,196 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: torch.distributed.fsdp.register_fsdp_forward_method.
     """
-    method = getattr(type(module), method_name, None)
-    if not callable(method):
+    if not callable(getattr(type(module), method_name, None)):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register")
-    state = state_of(module)
+    _register(module, method_name, getattr(module, method_name))
+
+
+def _register(module: nn.Module, name: str, method: AnyCallable) -> None:
+    """Registers a method as the module has it: of its class, of the program's, or registered before."""
+    state, function = state_of(module), cast("AnyCallable", getattr(type(module), name, method))
+    if not isinstance(method, partial) and getattr(method, "__self__", None) is not module:
+        function = update_wrapper(lambda _, *args, **kwargs: method(*args, **kwargs), method)
+    elif isinstance(method, MethodType):
+        function = method.__func__
     if state is not None and state.door is state.module:
         methods = TorchsMethods(state)
-        call = methods.call_where_needed if method_name == "generate" else methods.call
-        called = partial(call, method)
-        module.__dict__[method_name] = update_wrapper(called, getattr(module, method_name))
+        call = methods.call_where_needed if name == "generate" else methods.call
+        module.__dict__[name] = update_wrapper(partial(call, function), method)
+
+
+# ------------------------------------------------------------ FSDP2's class
+_classes: dict[type, type[nn.Module]] = {}
+
+
+def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class with torch's FSDPModule in front of a module's own, as torch makes it, and these methods."""
+    if kind in _classes:
+        return _classes[kind]
+    from torch.distributed.fsdp import FSDPModule
+
+    def set_attribute(self: nn.Module, name: str, value: Tree) -> None:
+        if type(value) is MethodType and value.__func__.__code__ in _torchs_codes():
+            _register(self, name, vars(value.__func__)["__wrapped__"])
+        else:
+            kind.__setattr__(self, name, value)
+
+    theirs = [name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"]
+    own: dict[str, object] = {name: _method(name) for name in dict.fromkeys([*METHODS, *theirs])}
+    own.update(_get_fsdp_state=_torchs_state, _apply=kind._apply, __setattr__=set_attribute)
+    own.update(__reduce_ex__=_reduced, __module__=kind.__module__)
+    _classes[kind] = made = type(f"FSDP{kind.__name__}", (FSDPModule, kind), own)
+    return made
+
+
+@functools.cache
+def _torchs_codes() -> set[CodeType]:
+    """Returns the code of what torch's own ``register_fsdp_forward_method`` makes of a method."""
+    from torch.distributed.fsdp import register_fsdp_forward_method as theirs
+
+    return {code for code in theirs.__code__.co_consts if isinstance(code, CodeType)}
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module was written with."""
+    kind = type(module)
+    return kind.__mro__[2] if vars(kind).get("__reduce_ex__") is _reduced else kind
+
+
+def _method(name: str) -> AnyCallable:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> Tree:
+        state = state_of(self)
+        if state is None or name not in METHODS:
+            raise ConfigurationError(
+                f"{name} of this {own_class(self).__name__}: "
+                + (
+                    "it is a copy without its shards"
+                    if state is None
+                    else "of a torch that is newer than shardkit"
+                )
+            )
+        return METHODS[name](TorchsMethods(state), *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
+    """Returns what copies and files are made of: the class is made anew of the module's own."""
+    made = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
+    return _made, (own_class(self),), *made[2:]
+
+
+def _made(kind: type[nn.Module]) -> nn.Module:
+    made = kind.__new__(kind)
+    made.__class__ = sharded_class(kind)
+    return made
+
+
+# ------------------------------------------------------------ what torch's own functions ask for
+def _torchs_state(self: nn.Module) -> AsTorchsState:
+    state = state_of(self)
+    if state is None:
+        raise ConfigurationError(f"this {own_class(self).__name__} is a copy without its shards")
+    return AsTorchsState(state)
+
+
+class AsTorchsState:
+    """Stands for torch's state of a module, and its parameters' group, to those that need little of it.
+
+    These are pipelines, which reduce gradients after their last micro-batch; trainers that ask whether a module is
+    sharded (torch's ``_get_module_fsdp_state``), in which dtype it computes, or what is kept (NeMo Automodel, verl,
+    axolotl). What else is read or set is refused.
+    """
+
+    # set by verl, where torch's own had to be told what is found out here
+    __slots__ = ("__weakref__", "_auto_reshard_after_forward", "_state", "_training_state")
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        return FSDPState
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        options = self._state.options
+        hooks: list[Any] = list(self._state.module._forward_hooks.values())
+        cast_to = [hook.args[0] for hook in hooks if getattr(hook, "func", None) is _cast_outputs]
+        return MixedPrecisionPolicy(
+            options.precision.compute, options.reduce.dtype, (*cast_to, None)[0], options.casts_inputs
+        )
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        """Says whether parameters are given back."""
+        return not self._state.unit.keep_after_backward
+
+    @property
+    def _state_ctx(self) -> AsTorchsState:
+        return self
+
+    @property
+    def all_states(self) -> list[AsTorchsState]:
+        return [self]
+
+    _fsdp_param_groups = all_states
+
+    @property
+    def _fsdp_param_group(self) -> AsTorchsState:  # until torch 2.10
+        return self
+
+    def _lazy_init(self) -> None:
+        if self._state.engine is None:
+            become_root(self._state)
+
+    def post_backward(self) -> None:
+        """Reduces gradients that backwards have kept (collective)."""
+        if self._state.engine is not None:
+            self._state.engine.reduce_now()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Nothing is left to do."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one"
+        )
+
+
+def note_state_for_torch(module: nn.Module) -> None:
+    """Lets torch's ``fully_shard.state(module)`` and ``_get_module_fsdp_state(module)`` find it."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable_state import _insert_module_state
+
+    module.__dict__[STATE_KEY] = states = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
+    states.of_module = _torchs_state(module)
+    _insert_module_state(module, cast("Any", states.of_module))  # which holds it weakly
+
+
+class ComposableStates(dict[object, object]):
+    """Answers where torch's ``fully_shard.state(module)`` looks for it, of one module, and has others' states."""
+
+    def __init__(self, module: nn.Module, others: dict[object, object]) -> None:
+        super().__init__(others)
+        self._module = module
+        self.of_module: AsTorchsState | None = None  # of copies none
+
+    def get(self, key: object, default: object = None) -> object:
+        """Returns that of ``fully_shard``, or another's."""
+        is_ours = getattr(key, "__name__", "") == "fully_shard"
+        return _torchs_state(self._module) if is_ours else super().get(key, default)
+
+    def __deepcopy__(self, memo: dict[int, Tree]) -> ComposableStates:
+        return ComposableStates(memo.get(id(self._module), self._module), copy.deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ComposableStates, (self._module, dict(self))
+
+    def __setstate__(self, state: StateDict) -> None:
+        """It has none."""

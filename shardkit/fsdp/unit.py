@@ -12,14 +12,14 @@ import torch
 
 from ..backend import Group
 from ..errors import ConfigurationError, LifecycleError
+from ..layout import buckets_by_size
 from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, UnitRanges
-from .custom_comms import OWN, CustomComms, sent_by
 from .flat_param import FlatParam
-from .gradients import GradientPack, LocalGradients, StoredPack, pack_for
+from .gradients import OWN, CustomComms, GradientPack, LocalGradients, StoredPack, pack_for, sent_by
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
 from .store import KEPT, SUMMONED, Store, start_together
 
@@ -166,7 +166,9 @@ class Unit:
         """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
         self.engine, self.enter_backward = engine, partial(engine.reach, self)
         terms = self.replicas, self.reduce, self.divisors, self.comms
-        self.packs = [pack_for(flat, *terms) for flat in self.flats]
+        # for training, also where the first forward is an evaluation
+        with torch.inference_mode(False):
+            self.packs = [pack_for(flat, *terms) for flat in self.flats]
         self.sent = [pack for pack in self.packs if pack.trains]
 
     def notice_trainable(self) -> bool:
@@ -484,16 +486,9 @@ def joinable(units: Sequence[Unit]) -> tuple[list[StoredPack], set[object], int]
 
 def rows_of_small(units: Sequence[Unit]) -> list[Unit | SmallUnits]:
     """Returns units in order, those together whose gradients are small and can travel as one message."""
-    rows: list[list[Unit]] = []
-    room, last = -1, set[object]()
-    for unit in units:
-        _, kinds, size = joinable([unit])
-        if len(kinds) == 1 and kinds == last and size <= room:
-            rows[-1].append(unit)
-            room -= size
-        else:
-            rows.append([unit])
-            room, last = ROW - size, kinds
+    found = [joinable([unit])[1:] for unit in units]
+    kinds = [next(iter(kinds)) if len(kinds) == 1 else None for kinds, _ in found]
+    rows = [[units[k] for k in row] for row in buckets_by_size([size for _, size in found], ROW, kinds)]
     return [row[0] if len(row) == 1 else SmallUnits(row) for row in rows]
 
 

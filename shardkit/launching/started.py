@@ -96,6 +96,24 @@ def note(process: int | None = None) -> None:
     os.environ[_NOTE] = f"{os.getpid() if process is None else process} {_facts(os.environ)}"
 
 
+def variables_of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Returns what torchrun sets on one machine, for libraries that read it; nobody uses ``port``."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "ROLE_RANK": rank,
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
 def end_with_parent() -> None:
     """Has the kernel end this process with the one that started it (Linux)."""
     if sys.platform == "linux":

@@ -1,22 +1,29 @@
-"""Which parameters are shards: parts of flat parameters, of which each rank lists its own; and hooks around steps."""
+"""Optimizers on several ranks: which parameters are shards, hooks around steps, and options alike on all ranks.
+
+Shards are parts of flat parameters, of which each rank lists its own.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..backend import Group
+from ..checks import all_gather_facts, in_words, option_facts
 from ..errors import ConfigurationError
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import is_dtensor
-from ..types import Args, Kwargs, Tree
+from ..types import Args, Kwargs, ParamGroup, StateDict, Tree
 
 # What a registered parameter is listed for, by its id; both are held weakly by nobody else. Not by weak references to
 # parameters: torch swaps the contents of DTensors when they move, and refuses that where there are any.
@@ -169,3 +176,106 @@ def _with_parts(optimizer: Optimizer, closure: Callable[[], Tree]) -> Callable[[
         return loss
 
     return evaluated
+
+
+# ------------------------------------------------------------ options and gradients of a step, the same on all ranks
+_grad_of = attrgetter("grad")
+
+
+def options_of(group: ParamGroup, of_rank: Container[str] = ()) -> StateDict:
+    """Returns the options of a param group, without those that are each rank's own."""
+    return {k: v for k, v in group.items() if k != "params" and k != "param_names" and k not in of_rank}
+
+
+def copy_options(source: list[ParamGroup], target: list[ParamGroup]) -> None:
+    """Groups of one optimizer get the options of another's."""
+    for a, b in zip(source, target, strict=True):
+        b.update(options_of(a))
+
+
+def group_facts(
+    groups: Sequence[ParamGroup], first: int, of_rank: Container[str] = ()
+) -> list[tuple[str, object]]:
+    """Returns options of the param groups from this one on."""
+    facts = []
+    for index, group in enumerate(groups[first:], first):
+        options = options_of(group, of_rank)
+        facts += option_facts(**{f"{k} of group {index}": options[k] for k in sorted(options)})
+    return facts
+
+
+class AgreedOptions:
+    """Options of an optimizer's param groups, which are the same on all ranks: told when they change.
+
+    To compare them in each step would take a collective. So a rank on which something has changed since its last step
+    says what; the others say the same before they step, or are found to be in another call.
+
+    Args:
+        of_rank: names of those that are each rank's own.
+    """
+
+    def __init__(self, of_rank: Container[str] = ()) -> None:
+        self._of_rank = of_rank
+        self._known: list[StateDict] | None = None
+
+    def note(self, groups: Sequence[ParamGroup]) -> None:
+        """Notes that these are the same everywhere: ranks have compared them, or come from a step that all made."""
+        self._known = _snapshot(groups, self._of_rank)
+
+    def check(self, group: Group, groups: Sequence[ParamGroup]) -> None:
+        """Compares them before a step."""
+        now, known = _snapshot(groups, self._of_rank), self._known
+        if known is None or now == known or group.world_size == 1:
+            return
+        self._known = now
+        changed = [
+            f"{key} of group {index} {in_words(groups[index][key])}"
+            for index, new in enumerate(now)
+            for key, value in new.items()
+            if index >= len(known) or key not in known[index] or known[index][key] != value
+        ]
+        group.agree(f"a step with other options than before: {', '.join(changed)}")
+
+
+class AgreedGradients:
+    """Knows which parameters have a gradient in a step, the same on all ranks that hold all: told when it changes.
+
+    Nothing is asked of ranks that keep the gradients of what they own alone.
+    """
+
+    def __init__(self) -> None:
+        self._there: list[bool] | None = None
+        self._are_whole = True
+
+    def check(self, group: Group, params: Sequence[nn.Parameter], owned: Sequence[bool]) -> None:
+        """Compares them before a step, of whose gradients nothing else is known.
+
+        Args:
+            owned: which of them this rank updates.
+        """
+        there = [g is not None for g in map(_grad_of, params)]
+        if there == self._there or group.world_size == 1:
+            return
+        before, self._there = self._there, there
+        if not group.backend.even_shards_only and (before is None or len(before) != len(there)):
+            others = [has for has, mine in zip(there, owned, strict=True) if not mine]
+            keeps_own = any(there) and bool(others) and not any(others)
+            told = all_gather_facts(
+                group.channel("control"), keeps_own, label="the first gradients of an OSS"
+            )
+            self._are_whole = not any(told)
+        if self._are_whole:
+            without = [str(k) for k, has in enumerate(there) if not has]
+            which = f"without those of parameters {', '.join(without)}" if without else "all"
+            group.channel("parameters").agree(f"a step with gradients: {which}")
+
+
+def _snapshot(groups: Sequence[ParamGroup], of_rank: Container[str]) -> list[StateDict]:
+    """Returns options, with what tells of a change in place of tensors: to read one could wait for a device."""
+    return [
+        {
+            k: (id(v), v._version) if isinstance(v, torch.Tensor) else v
+            for k, v in options_of(group, of_rank).items()
+        }
+        for group in groups
+    ]

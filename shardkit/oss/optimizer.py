@@ -20,30 +20,27 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..backend import Backend, Group, backend_for
-from ..checks import (
-    AgreedGradients,
-    AgreedOptions,
-    check_one_device,
-    check_same_everywhere,
-    copy_options,
-    group_facts,
-    option_facts,
-    options_of,
-    refuse_lazy,
-    shape_fact,
-)
+from ..checks import check_one_device, check_same_everywhere, option_facts, refuse_lazy, shape_fact
 from ..errors import ConfigurationError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state
 from ..optimizer_state.marking import current_request, is_called_by
 from ..optimizers.elementwise import KNOWN, couples_parameters
-from ..optimizers.shards import refuse_shards
+from ..optimizers.shards import (
+    AgreedGradients,
+    AgreedOptions,
+    copy_options,
+    group_facts,
+    options_of,
+    refuse_shards,
+)
 from ..progress import note_error, noting_errors
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
+from .masters import dtype_of_update, with_masters
 from .placement import placement_for
 from .segments import FlatSegment
 
@@ -69,10 +66,11 @@ class OSS(Optimizer):
             the largest first, which evens out memory.
         broadcast_dtype: dtype in which updated fp32 parameters travel; the owner's copy is rounded too, so
             that all ranks hold the same values.
+        masters: the optimizer updates masters in fp32 of parameters of 16 bits, from which these are rounded. They are
+            state of what a rank owns, 4 bytes for each element, and are saved with ``optim``'s own, of fp32, too.
         sends_changes: what a step has changed travels, and nothing else: the same bits on all ranks, for a copy of what
             a rank owns, two readings of what others own, and a wait of the host for how much that is. For weights of 16
-            bits beside an optimizer that keeps masters, a small part of which changes in a step; where much changes,
-            all is sent.
+            bits that have masters, a small part of which changes in a step; where much changes, all is sent.
         mesh: all of its ranks, in place of ``group``.
         **defaults: arguments of ``optim``. Options of its param groups are the same on all ranks, or the update would
             not be; what a class of yours has for each rank is told by ``functools.partial(Class, name=...)``.
@@ -101,6 +99,7 @@ class OSS(Optimizer):
         backend: str | Backend | None = None,
         partition: Partition = "greedy",
         broadcast_dtype: torch.dtype | None = None,
+        masters: bool = False,
         sends_changes: bool = False,
         mesh: DeviceMesh | None = None,
         **defaults: object,
@@ -108,12 +107,19 @@ class OSS(Optimizer):
         check_optimizer_class(optim, refused=OSS)
         if partition not in ("greedy", "balanced"):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
+        self._keeps_masters = masters
+        optim = with_masters(optim) if masters else optim
         self._built = False
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
         self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
+        if masters and self._backend.even_shards_only:
+            raise ConfigurationError(
+                f"masters=True: on {self._backend.name} parameters are updated in flat segments; leave it out and "
+                "keep the parameters in fp32, or use FSDP(precision=PrecisionPolicy(masters=True))"
+            )
         self._group: Group = self._backend.group(group)
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
@@ -137,7 +143,11 @@ class OSS(Optimizer):
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(
-            optim=optim, partition=partition, broadcast_dtype=broadcast_dtype, sends_changes=sends_changes
+            optim=optim,
+            partition=partition,
+            broadcast_dtype=broadcast_dtype,
+            masters=masters,
+            sends_changes=sends_changes,
         )
         check_ranks_agree(self._group, self.param_groups, options)
         self._lay_out()
@@ -440,7 +450,12 @@ class OSS(Optimizer):
         problem, params = None, list(self._parameters())
         try:
             oss_state.check_loadable(state_dict, self.param_groups)
-            oss_state.check_shapes(state_dict, params, self.optim.state, type(self.optim) in KNOWN)
+            oss_state.check_shapes(
+                state_dict,
+                params,
+                self.optim.state,
+                getattr(self.optim, "updates", type(self.optim)) in KNOWN,
+            )
         except ConfigurationError as error:
             problem = error
         compared = state_dict
@@ -463,7 +478,10 @@ class OSS(Optimizer):
             kept.clear()  # torch has made other dicts; schedulers and trainers that hold these see what was loaded
             kept.update(loaded_group, **own)
         self.param_groups = groups_before
-        loaded, self.state = oss_state.as_loaded(self, state_dict, self._update_dtype), shown
+        dtype = self._update_dtype
+        dtype_of = None if dtype is None else lambda _: dtype
+        loaded = oss_state.as_loaded(self, state_dict, dtype_of_update if self._keeps_masters else dtype_of)
+        self.state = shown
         copy_options(self.param_groups, self.optim.param_groups)
         groups = oss_state.local(self.optim)["param_groups"]
         state = self.placement.inner_state(self.optim, loaded)

@@ -30,7 +30,7 @@ from torch import nn
 
 from ..backend import Group, ReduceOp, Work
 from ..errors import LifecycleError
-from ..layout import alignment, buckets_by_numel, rounded_up, segment_layout
+from ..layout import alignment, buckets_by_size, rounded_up, segment_layout
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedReduceScatter, format_for
 from ..reduction.ordered import contributions, exchange, microbatches
@@ -83,7 +83,7 @@ def plan_buckets(
     plan = []
     for dtype, indices in by_dtype.items():
         wire = policy.dtype if policy.dtype is not None and policy.dtype.itemsize < dtype.itemsize else dtype
-        for chosen in buckets_by_numel([params[i].numel() for i in indices], cap):
+        for chosen in buckets_by_size([params[i].numel() for i in indices], cap):
             together = [indices[k] for k in chosen]
             numels = [params[i].numel() for i in together]
             step = alignment(wire.itemsize)

@@ -26,7 +26,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..reduction.compression import check_compressible
-from ..reduction.ordered import check_order, refuse_local, refuse_other
+from ..reduction.ordered import check_order, order_in_words, refuse_local, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import group_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
@@ -133,15 +133,15 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False
         note_model(module)
-        self._announce()
+        self._announce(policy)
 
-    def _announce(self) -> None:
+    def _announce(self, policy: ReducePolicy) -> None:
         """Writes one line about what was wrapped, for the log."""
         parameters = list(self.module.parameters())
         rank = self._group.rank
         owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
         logger.info(
-            "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d",
+            "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d%s",
             rank,
             type(self).__name__,
             len(parameters),
@@ -149,6 +149,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             _bytes_of(owned),
             self._backend.name,
             self._group.world_size,
+            order_in_words(policy, self._group.world_size),
         )
 
     @signed_as_wrapped

@@ -7,7 +7,7 @@ parameters over all groups. Per-parameter tensors have the parameter's shape; ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
-from ..optimizer_state.kinds import check_state, is_elementwise, to_cpu
+from ..optimizer_state.kinds import check_state, to_cpu
 from ..types import ParamGroup, StateDict, Tree
 from .placement import Placement
 
@@ -98,25 +98,26 @@ def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:
 
 
 def as_loaded(
-    optimizer: Optimizer, state_dict: State, dtype: torch.dtype | None
+    optimizer: Optimizer, state_dict: State, dtype_of: Callable[[nn.Parameter], torch.dtype] | None
 ) -> dict[nn.Parameter, State]:
     """Returns the state that an optimizer has just loaded, by parameter.
 
     Args:
         optimizer: which has cast it to the parameters' dtypes.
         state_dict: what it was.
-        dtype: what it is wanted in instead, if they are updated in another dtype.
+        dtype_of: what it is wanted in instead, if they are updated in another dtype.
     """
     taken: Tree = optimizer.state
-    if dtype is None:
+    if dtype_of is None:
         return cast("dict[nn.Parameter, State]", taken)
     params = [p for g in optimizer.param_groups for p in g["params"]]
     saved = {p: state_dict["state"].get(i) for i, p in zip(_indices(state_dict), params, strict=True)}
+
+    def is_cast(key: str, value: object) -> bool:  # by torch, to the dtype of the parameter
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step"
+
     return {
-        p: {
-            k: v.to(p.device, dtype) if is_elementwise(k, v, p.shape) else taken[p][k]
-            for k, v in state.items()
-        }
+        p: {k: v.to(p.device, dtype_of(p)) if is_cast(k, v) else taken[p][k] for k, v in state.items()}
         for p, state in saved.items()
         if state
     }

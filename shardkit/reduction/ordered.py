@@ -36,6 +36,12 @@ def microbatches(reduce: ReducePolicy, world_size: int) -> int:
     return 0 if reduce.order is None else reduce.microbatches or world_size
 
 
+def order_in_words(reduce: ReducePolicy, world_size: int) -> str:
+    """Returns what logs and summaries say of it, after what else they say."""
+    count = microbatches(reduce, world_size)
+    return f", sums over {count} micro-batches in a fixed order" if count else ""
+
+
 # ------------------------------------------------------------ what can't have one
 def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ConfigurationError for what depends on the number of ranks; alike on all ranks, since options are."""

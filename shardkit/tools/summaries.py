@@ -13,8 +13,8 @@ from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, clean, state_of
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
-from ..policy import OffloadPolicy, ReducePolicy
-from ..reduction.ordered import microbatches
+from ..policy import OffloadPolicy
+from ..reduction.ordered import order_in_words
 from ..tracing.tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
@@ -108,7 +108,7 @@ def summary(model: nn.Module) -> Summary:
     title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
     replicas = states[0].replicas
     ranks = group.world_size * (1 if replicas is None else replicas.world_size)
-    title += _order(states[0].options.reduce, ranks)
+    title += order_in_words(states[0].options.reduce, ranks)
     return Summary(title, units, _warnings(units, group.world_size))
 
 
@@ -181,12 +181,7 @@ def _of_owners(model: ShardedDDP) -> Summary:
     rows = [_owned(optimizer, rank, k) for k, optimizer in owned for rank in range(group.world_size)]
     where = f"{counted(group.world_size, 'rank')} (this is {group.rank})"
     title = f"{type(model.module).__name__} under ShardedDDP on {where}"
-    return Summary(title + _order(model._connected().policy, group.world_size), rows)
-
-
-def _order(reduce: ReducePolicy, world_size: int) -> str:
-    count = microbatches(reduce, world_size)
-    return f", sums over {count} micro-batches in a fixed order" if count else ""
+    return Summary(title + order_in_words(model._connected().policy, group.world_size), rows)
 
 
 def _owned(optimizer: OSS, rank: int, number: int) -> UnitFacts:

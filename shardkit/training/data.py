@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
-from ..backend import Backend, backend_of_job
+from ..backend import Backend, backend_of_job, host_random_states, seed_host, set_host_random_states
 from ..errors import ConfigurationError
 from ..launching.started import started_rank
 from ..model_parallel.groups import device_backend, seeded_state
@@ -298,7 +296,7 @@ class SeededSamples(Dataset[T]):
         return found
 
     def _begin(self, asked: SampleRequest) -> None:
-        seed_generators(mixed(self._seed, asked.epoch, asked.number, "sample"))
+        seed_host(mixed(self._seed, asked.epoch, asked.number, "sample"))
 
 
 class SeededCollate(Generic[T]):
@@ -309,7 +307,7 @@ class SeededCollate(Generic[T]):
 
     def __call__(self, samples: Samples[T]) -> object:
         with generators_kept():
-            seed_generators(samples.seed)
+            seed_host(samples.seed)
             return self._collate(list(samples))
 
 
@@ -318,30 +316,15 @@ def mixed(seed: int, epoch: int, index: int, use: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Gives generators their states back, except in a worker: there nobody else uses them."""
-    if get_worker_info() is not None:
-        yield
-        return
-    numpy = sys.modules.get("numpy")
-    of_torch, of_python = torch.get_rng_state(), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    before = host_random_states() if get_worker_info() is None else None
     try:
         yield
     finally:
-        torch.set_rng_state(of_torch)
-        random.setstate(of_python)
-        if numpy is not None and of_numpy is not None:
-            numpy.random.set_state(of_numpy)
+        if before is not None:
+            set_host_random_states(before)
 
 
 @contextmanager
@@ -365,7 +348,7 @@ def microbatch(number: int, seed: int = 0) -> Iterator[None]:
     backend = device_backend()
     with generators_kept():
         before = backend.rng_state()
-        seed_generators(own)
+        seed_host(own)
         backend.set_rng_state(seeded_state(own))
         try:
             yield

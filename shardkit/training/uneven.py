@@ -1,10 +1,9 @@
 """Lets ranks have different numbers of micro-batches in a step, none too.
 
 [Note: following] A rank that is through with its micro-batches takes part in those of the others: it gathers and
-reduces what they do, in the same order, and contributes nothing. It knows the order from its own last forward. One that
-has run none yet runs the first one with another rank's inputs. So that it knows whether others go on, each rank says
-before a forward that it does, and after its last one that it does not: one exchange a micro-batch on the control
-channel, for which a rank that computes does not wait.
+reduces what they do, in the same order ([Note: common order] in ``fsdp/common_order.py``), and contributes nothing. So
+that it knows whether others go on, each rank says before a forward that it does, and after its last one that it does
+not: one exchange a micro-batch on the control channel, for which a rank that computes does not wait.
 
 [Note: turns] Ranks may be about to do different things: to train, to evaluate, to call another model. What comes first
 is done first: training before evaluating, and the model of an outer block before that of an inner one. Who says
@@ -12,9 +11,8 @@ something else waits for the sum of what ranks say, follows what comes before, a
 training waits for nobody.
 
 [Note: errors inside] A rank whose program raises between its calls of the model and its backwards says so when it would
-have been through, and all ranks leave the block together, each with an error. In the middle of a micro-batch it first
-takes part in the rest of it, for which others wait, without computing. Only where it can't know the rest, in the first
-forward of all or in an evaluation, it gives up, and those that wait for it are out of step.
+have been through, and all ranks leave the block together, each with an error. In the middle of a micro-batch or of an
+evaluation it first takes part in the rest of it, for which others wait, without computing.
 
 [Note: once] With ``once`` everything is gathered as the block begins, and reduced as it ends. In between ranks do not
 meet, so that each may do what it likes, and the slowest one is waited for once a step, not at each layer of each round.
@@ -26,16 +24,15 @@ the end gradients are multiplied by that number, and divided by the sum of all w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from types import TracebackType
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from ..backend import Group, Work
-from ..checks import all_gather_facts
+from ..backend import Work
+from ..checks import facts_of_all
 from ..errors import ConfigurationError, LifecycleError, OutOfStepError, RankLostError, RankMismatchError
 from ..fsdp.construct import wake
 from ..fsdp.engine import Engine
@@ -48,7 +45,7 @@ from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import StandingGradient, in_parts, mark_in_parts
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, current_backward
-from ..types import Args, Kwargs, Tree
+from ..types import Args, Tree
 
 
 class _FSDPFollower:
@@ -72,19 +69,14 @@ class _FSDPFollower:
         self.flats = [flat for unit in self._engine.units for flat in unit.flats]
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
-    @property
-    def has_order(self) -> bool:
-        """Whether this rank knows in which order the others gather and reduce."""
-        return self._engine.has_order
+    def begin(self) -> None:
+        """Until :meth:`end` this rank keeps to the order of all ranks."""
+        self._engine.common.groups = self.groups
+        self._engine.in_common = True
 
-    @property
-    def all_have_order(self) -> bool:
-        """Whether all do."""
-        return self._engine.all_have_order
-
-    def note_order(self) -> None:
-        """Notes that all do from the end of this micro-batch on."""
-        self._engine.all_have_order = True
+    def end(self) -> None:
+        """Ends that."""
+        self._engine.in_common = False
 
     def begin_alone(self) -> None:
         """Until :meth:`end_alone` no micro-batch meets other ranks (collective)."""
@@ -99,22 +91,22 @@ class _FSDPFollower:
         """Whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
-    def follow(self, forward: Callable[[], object] | None, evaluates: bool) -> None:
-        """Takes part in a forward of the others (collective); by ``forward``, if it is given."""
-        self._engine.follow(forward, evaluates)
+    def expect(self) -> None:
+        """Notes that ranks are about to run a forward."""
+        self._engine.common.expect()
+
+    def follow(self, evaluates: bool) -> None:
+        """Takes part in what is left of that forward, or in all of it, without computing (collective)."""
+        self._engine.common.follow(trains=not evaluates)
 
     def follow_backward(self, local: bool) -> None:
         """Takes part in a backward, or in the rest of one (collective), inside of ``no_sync`` or not."""
         self._engine.follow_backward(local)
 
-    @property
-    def knows_rest(self) -> bool:
-        """Whether :meth:`follow_rest` knows what comes after what this rank has done of a forward."""
-        return self._engine.knows_rest
-
-    def follow_rest(self) -> None:
-        """Takes part in the rest of a forward that raised (collective)."""
-        self._engine.follow_rest()
+    def check(self) -> None:
+        """Raises LifecycleError if the forward that has ended on this rank was no part of the common order."""
+        if self._engine.common.error is not None:
+            raise self._engine.common.error
 
     def meets_to_evaluate(self) -> bool:
         """Whether others are needed to evaluate."""
@@ -123,9 +115,11 @@ class _FSDPFollower:
     def adopt_means(self, params: set[nn.Parameter]) -> None:
         """Notes whose gradients, that came from elsewhere, are means over ranks already."""
 
-    def leave_step(self) -> None:
-        """Forgets what this rank has of a step; nothing of it is in flight."""
+    def leave_step(self, has_failed: bool = False) -> None:
+        """Forgets what this rank has of a step; nothing of it is in flight. Ranks that have failed all do."""
         self._engine.leave_step()
+        if has_failed:
+            self._engine.common.forget()
 
     def reduce(self) -> None:
         """Reduces what ``no_sync`` kept, on all ranks (collective)."""
@@ -149,17 +143,18 @@ class _FSDPFollower:
 class _ShardedDDPFollower:
     """Answers the same of ShardedDDP."""
 
-    has_order = all_have_order = knows_rest = True  # the buckets'
     flats: Sequence[FlatParam] = ()
-
-    def note_order(self) -> None:
-        """There was nothing to learn."""
 
     def __init__(self, model: ShardedDDP) -> None:
         self._model = model
         self._exchange = model._connected()
         self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
+
+    def begin(self) -> None:
+        """Does nothing: the order is that of the buckets."""
+
+    end = check = begin
 
     def begin_alone(self) -> None:
         refuse_local(self._exchange.policy, "uneven(once=True)")
@@ -171,7 +166,12 @@ class _ShardedDDPFollower:
     def has_local_gradients(self) -> bool:
         return self.state.unreduced
 
-    def follow(self, forward: Callable[[], object] | None, evaluates: bool) -> None:
+    def expect(self) -> None:
+        self._began = self.state.began
+
+    def follow(self, evaluates: bool) -> None:
+        if self.state.began != self._began:  # there is nothing left in it that ranks wait for
+            return
         trains, self._model.training = self._model.training, True  # as those who compute
         with torch.enable_grad():
             self._model._entered()
@@ -183,16 +183,13 @@ class _ShardedDDPFollower:
         self.state.follow(self.state.begin)
         self.state.accumulating = before
 
-    def follow_rest(self) -> None:
-        """Does nothing: there is nothing in it that ranks wait for."""
-
     def meets_to_evaluate(self) -> bool:
         return False
 
     def adopt_means(self, params: set[nn.Parameter]) -> None:
         self._exchange.adopt_means(params)
 
-    def leave_step(self) -> None:
+    def leave_step(self, has_failed: bool = False) -> None:
         self._exchange.leave_step()
 
     def reduce(self) -> None:
@@ -289,17 +286,16 @@ class uneven:
     The model is the root of FSDP or ``fully_shard``, or a ShardedDDP. Each forward is followed by its backward, or is
     an evaluation under ``torch.no_grad()``, of which ranks may run any numbers, too. With ``no_sync`` around all
     backwards of all ranks, gradients are reduced once, at the end. A rank that is through waits for gathers and
-    reductions of the others, and computes nothing. Before its first forward of all, though, it may run one with another
-    rank's inputs. Several models are called inside of several blocks, one in the other, which all ranks open in one
-    order. Where ranks run layers that others don't, one that is through can't follow: that takes ``once``.
+    reductions of the others, and computes nothing. So does one that leaves out layers that others run: all keep to the
+    order of the first forward, any part of which may be left out. Several models are called inside of several blocks,
+    one in the other, which all ranks open in one order.
 
     With ``once=True`` ranks meet as the block begins, and as it ends: parameters are gathered once, and stay, and
     gradients are reduced once. That costs memory for all parameters and all gradients. In between each rank runs what
-    it likes: other layers than others, evaluations, several models inside of several blocks.
+    it likes: layers in another order than others, evaluations, several models inside of several blocks.
 
     An error that leaves the block is told to all ranks, which raise. Gradients then are those from before, and the next
-    block may begin; after an error in a rank's first forward of all, or in an evaluation, without ``once``, ranks are
-    out of step.
+    block may begin.
 
     Args:
         model: see above.
@@ -309,9 +305,10 @@ class uneven:
         ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program; a block inside
             of another one whose ranks are others.
         LifecycleError: gradients that ``no_sync`` has kept wait for a reduction; a second forward inside, before a
-            backward; gradients are changed inside, or stepped on; a block with ``once`` in one without it, or around
-            it; a fixed order with ``once``, or with other than K micro-batches.
-        OutOfStepError: ranks run other layers than others, or call what has no block; without ``once``.
+            backward; layers are called again, or earlier than in the first forward, without ``once``; gradients are
+            changed inside, or stepped on; a block with ``once`` in one without it, or around it; a fixed order with
+            ``once``, or with other than K micro-batches.
+        OutOfStepError: another rank has left the block by an error; ranks call what has no block, without ``once``.
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
@@ -339,7 +336,7 @@ class uneven:
 
     def __enter__(self) -> uneven:
         self._total, self._weight = 0.0, 1.0
-        self._kept_local = self._is_following = self._is_calling = False
+        self._kept_local = self._is_calling = False
         self._is_told = False  # all ranks know of an error
         self._unused = [flat.unused.originals.copy() for flat in self._by.flats]  # of those from before
         self._told: tuple[list[Work], torch.Tensor] = [], torch.zeros(0)  # on its way
@@ -353,8 +350,10 @@ class uneven:
         self._check_nesting(outer)
         if self._once:
             self._by.begin_alone()
-        elif outer:  # all ranks are to come here before anything is said of two
-            self._follow_others()
+        else:
+            if outer:  # all ranks are to come here before anything is said of two
+                self._follow_others()
+            self._by.begin()
         if self._by.rounds is not None:
             self._by.rounds.are_uneven = True
         params = [p for p, _ in self._by.scaled(1.0)]
@@ -364,7 +363,7 @@ class uneven:
         in_parts.extend(self._by.groups)
         _open.set((*outer, self))
         self._hooks = [
-            self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+            self._model.register_forward_pre_hook(self._begin, prepend=True),
             self._model.register_forward_hook(self._end),
         ]
         return self
@@ -407,6 +406,7 @@ class uneven:
             _open.set(tuple(block for block in _open.get() if block is not self))
             for group in self._by.groups:
                 in_parts.remove(group)
+            self._by.end()
             self._by.state.watcher = None
             if self._by.rounds is not None:
                 self._by.rounds.are_uneven = False
@@ -415,10 +415,7 @@ class uneven:
         """Whether this rank can take part in what others wait for, until they hear of it."""
         if not isinstance(error, Exception) or isinstance(error, OutOfStepError | RankLostError):
             return False
-        return self._once or all(
-            block._lacks in (0, 1) and (not block._is_calling or (block._lacks and block._by.knows_rest))
-            for block in _open.get()
-        )
+        return self._once or all(block._lacks in (0, 1) for block in _open.get())
 
     @property
     def _lacks(self) -> int:
@@ -427,17 +424,15 @@ class uneven:
 
     def _follow_rest(self) -> None:
         """Takes part in what is left of a micro-batch that raised (collective); nothing of the step is left then."""
-        if self._is_calling and self._by.state.began == self._began:  # it raised before it began
-            self._by.follow(None, evaluates=False)
-        elif self._is_calling:
-            self._by.follow_rest()
+        if self._is_calling:
+            self._by.follow(self._evaluates)
         if self._lacks or self._by.state.task != NO_BACKWARD:
             self._by.follow_backward(self._is_local)
         self._is_calling = False
 
     def _fail(self, error: BaseException) -> None:
         """Leaves nothing of the step on this rank, and tells others that have not heard of it."""
-        self._by.leave_step()
+        self._by.leave_step(has_failed=True)
         self._gradients.restore()
         for flat, were_unused in zip(self._by.flats, self._unused, strict=True):
             flat.unused.originals[:] = were_unused
@@ -448,8 +443,8 @@ class uneven:
             group.abort(f"it left uneven() by {type(error).__name__}: {error}")
         if isinstance(error, OutOfStepError) and self is _open.get()[0] and not self._once:
             raise OutOfStepError(
-                f"{error} Inside of uneven() ranks meet at each layer of each call: run the same layers on all of "
-                "them, call the models themselves, none of their methods and parts, and open a block for each model. "
+                f"{error} Inside of uneven() ranks meet at each layer of each call: call the models themselves, none "
+                "of their methods and parts, and open a block for each model. "
                 "Ranks may do what they like inside of uneven(model, once=True)"
             ) from error
 
@@ -469,9 +464,9 @@ class uneven:
 
     # ------------------------------------------------------------ what this rank calls
     @not_compiled
-    def _begin(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    def _begin(self, model: nn.Module, args: Args) -> None:
         """A forward begins: other ranks are told."""
-        if self._is_following or current_backward() != NO_BACKWARD:  # computed anew
+        if current_backward() != NO_BACKWARD:  # computed anew
             return
         evaluates = not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training)
         if evaluates and (self._once or not self._by.meets_to_evaluate()):
@@ -482,21 +477,22 @@ class uneven:
         if not self._once:
             mine = nest.index(self) + 2 * len(nest) * evaluates
             with torch.inference_mode(False):  # for what is received, and followed
-                while self._meet(mine, (args, kwargs)) != mine:
+                while self._meet(mine) != mine:
                     pass
-            self._is_calling = True
+            self._by.expect()
+            self._is_calling, self._evaluates = True, evaluates
         if evaluates:
             return
-        self._by.note_order()
         self._weight = 1.0
         self._total += 1.0
         self._forwards += 1
-        self._began, self._is_local = self._by.state.began, self._by.state.accumulating
+        self._is_local = self._by.state.accumulating
         self._kept_local = self._kept_local or self._is_local
 
     @not_compiled
     def _end(self, model: nn.Module, args: Args, outputs: Tree) -> None:
         self._is_calling = False
+        self._by.check()
 
     def _check_backward(self) -> None:
         self._gradients.check()
@@ -543,16 +539,14 @@ class uneven:
                 block._is_told = True
             groups = nest[0]._by.groups
             own = groups[0].ranks[groups[0].rank], error and f"{type(error).__name__}: {error}"
-            for rank, why in _from_all(groups, own, "uneven(): who has failed"):
+            for rank, why in facts_of_all(groups, own, label="uneven(): who has failed"):
                 if why is not None and error is None:
                     raise OutOfStepError(
                         f"rank {rank} gave up: it left uneven() by {why}. Nothing of the block is left on any rank"
                     )
         return total, bool(kept)
 
-    def _meet(
-        self, mine: int | None, inputs: tuple[Args, Kwargs] | None = None, has_failed: bool = False
-    ) -> int | None:
+    def _meet(self, mine: int | None, has_failed: bool = False) -> int | None:
         """Tells what this rank is about to do, and follows what others do before that (collective).
 
         Returns what comes first: the number of a block whose model is trained; of one that evaluates, two for each
@@ -560,8 +554,6 @@ class uneven:
         """
         nest = self._nest()
         n = len(nest)
-        knows = self._once or all(block._by.all_have_order for block in nest)
-        forward = None if knows else _learn(nest, mine, inputs)
         said = [0.0] * (3 * n + 3)
         if mine is None:
             said[3 * n :] = [self._total, self._kept_local, has_failed]
@@ -575,23 +567,20 @@ class uneven:
         sums = told.tolist()
         first = next((k for k in (*range(n), *range(2 * n, 3 * n)) if sums[k]), None)
         if first is not None and first != mine:
-            nest[first % n]._follow(sums[first], sums[first + n] if first < n else None, forward)
+            nest[first % n]._follow(sums[first], sums[first + n] if first < n else None)
         return first
 
-    def _follow(self, busy: float, local: float | None, forward: Callable[[], object] | None) -> None:
+    def _follow(self, busy: float, local: float | None) -> None:
         """Follows those who train this model, so many of them inside of ``no_sync``; None: who evaluate it."""
         if local and local < busy:
             raise RankMismatchError(
                 f"uneven(): {local:g} of {busy:g} ranks run a micro-batch inside of no_sync(); run all of them "
                 "there, or none"
             )
-        self._is_following = True
-        self._by.follow(forward, evaluates=local is None)
+        self._by.expect()
+        self._by.follow(evaluates=local is None)
         if local is not None:
             self._by.follow_backward(bool(local))
-        self._is_following = False
-        if local is not None:
-            self._by.note_order()
             self._backwards = self._by.state.count - self._forwards
 
     def _tell(self, values: Sequence[float], waits: bool) -> torch.Tensor:
@@ -634,55 +623,6 @@ class uneven:
         for p, earlier in before.items():
             p.grad = earlier if p.grad is None else p.grad.add_(earlier)
         self._by.adopt_means(set(before))
-
-
-def _from_all(groups: Sequence[Group], own: Tree, label: str) -> list[Tree]:
-    """Returns what each rank says, those of each group of shards together (collective)."""
-    said: list[Tree] = [own]
-    for group in groups:
-        said = [
-            fact for facts in all_gather_facts(group.channel("control"), said, label=label) for fact in facts
-        ]
-    return said
-
-
-def _learn(
-    nest: Sequence[uneven], mine: int | None, inputs: tuple[Args, Kwargs] | None
-) -> Callable[[], object] | None:
-    """Where a rank that follows has never trained the model, it gets another one's inputs (collective)."""
-    groups = nest[0]._by.groups
-    own: tuple[int | None, list[bool]] = (mine, [block._by.has_order for block in nest])
-    said = _from_all(groups, own, "uneven(): who goes on")
-    first = min((does for does, _ in said if does is not None), default=None)
-    if first is None or all(does == first or has_order[first % len(nest)] for does, has_order in said):
-        return None
-    shards, *replicas = [group.channel("control") for group in groups]
-    row, rank = divmod(next(k for k, (does, _) in enumerate(said) if does == first), shards.world_size)
-    busy, model = mine == first, nest[first % len(nest)]._model
-    sent: Tree = tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), inputs) if busy else None
-    device = groups[0].backend.device()
-    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    label = "uneven(): inputs for a first forward"
-    for group in replicas if shards.rank == rank else ():
-        sent, autocast = group.broadcast_object((sent, autocast), row, label=label)
-    (args, kwargs), autocast = shards.broadcast_object((sent, autocast), rank, label=label)
-    if busy or own[1][first % len(nest)]:
-        return None
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
-
-    def forward() -> None:
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        enabled, dtype = autocast
-        with (
-            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device.index or 0]),
-            torch.autocast(device.type, dtype, enabled),
-        ):
-            model(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-    return forward
 
 
 def _follower_for(model: nn.Module) -> _FSDPFollower | _ShardedDDPFollower:

@@ -69,7 +69,7 @@ def _sends_itself(rank: int) -> None:
     device = get_backend("late").device()
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-    model: Any = copy.deepcopy(plain).to(device)
+    model: Any = copy.deepcopy(plain)
     aside = torch.Stream(device)
     for part in (*model, model):
         fully_shard(part, mesh=init_device_mesh(device.type, (2,)))

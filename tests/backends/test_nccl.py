@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from shardkit.backend import get_backend
 from shardkit.backends import cuda
-from shardkit.backends.c10d.group import KnownGroups
+from shardkit.backends.c10d.group import C10dGroup
+from shardkit.backends.gloo import GlooBackend
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.pools import on_ranks, rank_pool
 
@@ -71,12 +72,17 @@ def _gloo_as_nccl() -> Iterator[_Gloo]:
         yield fake
 
 
+class _AsNccl(GlooBackend):
+    def _make_group(self, process_group: Any, ranks: Sequence[int], rank: int) -> C10dGroup:
+        return cuda.NcclGroup(self, process_group, ranks, rank)
+
+
 def _life(rank: int) -> list[str]:
     with _gloo_as_nccl() as fake:
         process_group = dist.new_group([0, 1])
         parent = process_group.group_name
-        known = KnownGroups(get_backend("gloo"), cuda.NcclGroup)
-        group: Any = known.of(process_group)
+        known = _AsNccl()
+        group: Any = known.group(process_group)
         channel = group.channel("parameters")
         group.channel("gradients")
         sub = group.new_group([1])
@@ -109,7 +115,7 @@ def _life(rank: int) -> list[str]:
             group.barrier()
 
         fake.done.clear()  # at exit
-        last: Any = known.of(dist.new_group([0, 1]))
+        last: Any = known.group(dist.new_group([0, 1]))
         name = last.channel("control").process_group.group_name
         cuda._end_communicators()
         return [*fake.done[-2:], name]

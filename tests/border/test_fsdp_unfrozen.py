@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from shardkit import FSDP, fully_shard
+from shardkit import FSDP, LifecycleError, ReducePolicy, fully_shard
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
@@ -30,10 +31,12 @@ class Net(nn.Module):
         return self.last(x if self.skips else torch.tanh(self.middle(x)))
 
 
-def _trained(model: nn.Module, optimizer: Any, by_freezing: bool) -> dict[str, torch.Tensor]:
+def _trained(
+    model: nn.Module, optimizer: Any, by_freezing: bool, out: tuple[int, ...] = (0, 2)
+) -> dict[str, torch.Tensor]:
     net: Any = getattr(model, "module", model)
     for step in range(5):
-        is_out = step in (0, 2)
+        is_out = step in out
         if by_freezing:
             net.middle.requires_grad_(not is_out)
         else:
@@ -59,7 +62,7 @@ class Scaled(Net):
 
 @on_ranks(2)
 def test_all_ranks_say_it(rank: int) -> None:
-    """Also those that have no part of the parameter."""
+    """Also those that have no part of it; as an error where sums have an order. Where one rank used it, none does."""
     for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
         for by_freezing in (False, True):
             model = wrap(build(Scaled))
@@ -67,6 +70,14 @@ def test_all_ranks_say_it(rank: int) -> None:
                 _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
             (line,) = lines
             assert line.startswith(f"rank {rank}: parameter 'middle.")
+    fixed = FSDP(build(Scaled), reduce=ReducePolicy(order="fixed"))
+    with pytest.raises(LifecycleError, match=rf"rank {rank}: parameter 'middle\."):
+        _trained(fixed, torch.optim.AdamW(fixed.parameters()), by_freezing=False)
+    for user in range(2):
+        model = FSDP(build(Scaled))
+        with heard(logging.WARNING) as lines:
+            _trained(model, torch.optim.AdamW(model.parameters()), False, () if rank == user else (0, 2))
+        assert not lines
 
 
 @on_ranks(2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
@@ -223,6 +223,7 @@ def test_a_mesh_of_replicas_and_shards(rank: int) -> None:
     optimizer = _adam(model)
     train_parts(model, optimizer, [rank], _batch, range(2))
     one, _, _ = _alone(4, range(2))
+    _values_of_one_rank(rank, mesh)
     assert next(iter(model.parameters())).placements[1].is_shard()
     torch.testing.assert_close(whole(model.state_dict()), dict(one.state_dict()))
 
@@ -318,6 +319,8 @@ def test_loading_by_assignment(rank: int) -> None:
         assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
     _replaced(rank)
     _filled_by_parts(rank)
+    if dist.get_world_size() == 2:
+        _values_of_one_rank(rank, init_device_mesh("cpu", (2,)))
     _swapped(rank)
 
 
@@ -345,6 +348,30 @@ def _replaced(rank: int) -> None:
     nn.init.constant_(model.head.weight, 0.5)
     nn.init.constant_(model.head.bias, 0.25)
     _same(dict(sharding_of(model).export()), one.state_dict())
+
+
+def _values_of_one_rank(rank: int, mesh: DeviceMesh) -> None:
+    """As verl loads models: on the meta device, except for the first of the ranks that share a copy."""
+
+    def on_meta(lacks: bool) -> Model:
+        with torch.device("meta" if lacks else "cpu"):
+            return Model()
+
+    one = Model()
+    for lacks in (rank > 0, rank % 2 > 0):
+        model = on_meta(lacks)
+        for part in (model.inner, model):
+            fully_shard(part, mesh=mesh)
+        torch.testing.assert_close(whole(model.state_dict()), dict(one.state_dict()))
+        for m, ranks in ((model, [rank]), (one, range(mesh.size()))):
+            sum(m(_batch(0, r).float()).square().mean() for r in ranks).backward()  # type: ignore[union-attr]
+        grad: Any = model.head.weight.grad
+        torch.testing.assert_close(grad.full_tensor() * mesh.size(), one.head.weight.grad)
+        one.zero_grad()
+    rows = fully_shard(on_meta(rank > 0))
+    torch.testing.assert_close(rows.state_dict(), one.state_dict())
+    with pytest.raises(ConfigurationError, match=r"meta device on the ranks \[0"):
+        fully_shard(on_meta(rank == 0), mesh=mesh)
 
 
 def _filled_by_parts(rank: int) -> None:

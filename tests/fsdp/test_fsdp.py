@@ -245,6 +245,16 @@ def test_casts_attributes_and_inference(rank: int) -> None:
     model(x).sum().backward()
 
 
+@on_ranks(2)
+def test_a_program_may_begin_with_an_evaluation(rank: int) -> None:
+    """Under inference mode, in units too large to travel together: what training writes to is made for training."""
+    plain = build(lambda: linears(WIDTH, 400, 300, 1))
+    model = wrapped(build(lambda: linears(WIDTH, 400, 300, 1)))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(batch(0, 2)[rank]), plain(batch(0, 2)[rank]))
+    train_beside(rank, 2, model, plain, lambda m, r, step: m(batch(step, 2)[r]).pow(2).mean())
+
+
 def _state(rank: int, world_size: int, saved: Any) -> Any:
     """Trains some steps, from what was saved if there is something; returns what was saved, and the end."""
     model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1), seed=3))

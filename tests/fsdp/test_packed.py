@@ -27,7 +27,7 @@ from shardkit import (
     summary,
 )
 from shardkit.fsdp.originals import Place
-from shardkit.fsdp.packed import PackedWeight
+from shardkit.fsdp.own_forms import PackedWeight
 from tests.figures.counters import OperationCounter
 from tests.fsdp.test_export import by_root
 from tests.fsdp.test_frozen import LAYERS, WIDTH, Stack, _loss, _sharded

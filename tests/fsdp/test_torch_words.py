@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit import (
@@ -807,6 +808,19 @@ def test_small_words_of_torchs(rank: int) -> None:
             group.post_backward()
     state._root_post_backward_final_callback()
     torch.testing.assert_close(model.inner.bias.grad.full_tensor(), torch.full((4,), 6.0))
+
+    # as trainers ask torch's private state: NeMo Automodel's heads and losses, axolotl's tiled layers
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False)
+    inner: Any = fully_shard(copy.deepcopy(plain).inner, mp_policy=policy)
+    state = _get_module_fsdp_state(inner)
+    assert _get_module_fsdp_state(plain) is None is _get_module_fsdp_state(copy.deepcopy(inner))
+    assert inner._get_fsdp_state()._mp_policy == state._mp_policy == policy
+    assert model._get_fsdp_state()._mp_policy == MixedPrecisionPolicy()
+    inner.set_reshard_after_backward(False)
+    assert not state._fsdp_param_group.reshard_after_backward
+    for change in ("_is_root", "mesh_info"):
+        with pytest.raises(AttributeError):
+            setattr(state, change, None)
 
 
 def _mean(value: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -73,10 +74,16 @@ def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def _evaluate(model: nn.Module, plain: nn.Module, times: int) -> None:
-    for k in range(times):
-        with torch.inference_mode() if k else torch.no_grad():
-            torch.testing.assert_close(_loss(model, k), _loss(plain, k), rtol=1e-12, atol=1e-12)
+def _evaluate(
+    model: nn.Module,
+    plain: nn.Module,
+    times: int,
+    seed: int = 0,
+    loss: Callable[[nn.Module, int], torch.Tensor] = _loss,
+) -> None:
+    for k in range(seed, seed + times):
+        with torch.inference_mode() if k % 2 else torch.no_grad():
+            torch.testing.assert_close(loss(model, k), loss(plain, k), rtol=1e-12, atol=1e-12)
 
 
 def _train(rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool) -> list[str]:
@@ -155,42 +162,64 @@ def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
     return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
 
 
-@on_ranks(2)
-def test_with_whole_parameters_clipping_and_a_loss_scale(rank: int) -> None:
-    """An optimizer that needs whole matrices, and a loss scale."""
-    plain, model = Net().float(), fully_shard(Net().float())
-    optimizer = shardkit.WholeParameters(model, torch.optim.Adafactor, lr=0.05)
-    truth = torch.optim.Adafactor([p for p in plain.parameters() if p.requires_grad], lr=0.05)
+def _scaled(rank: int, way: str) -> None:
+    """A loss scale, clipping, an overflow on one rank; an optimizer that needs whole matrices, or replicas."""
+    plain, kind, options = Net().float(), torch.optim.Adafactor, dict[str, Any]()
+    optimizer: Any
+    if way == "hybrid":
+        options["group"], options["replicas"] = hybrid_groups(2)
+        kind = torch.optim.AdamW  # type: ignore[assignment]
+    model = Net().float()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    make = (
+        shardkit.WholeParameters if way == "whole" else lambda m, kind, **given: kind(m.parameters(), **given)
+    )
+    optimizer = make(model, kind, lr=0.05)
+    truth = kind([p for p in plain.parameters() if p.requires_grad], lr=0.05)
     scaler = shardkit.ShardedGradScaler(init_scale=8.0)
-    for step, per_rank in enumerate([[1, 2], [0, 2], [3, 0]]):
+    for step, per_rank in enumerate([[1, 2, 1, 0], [0, 2, 0, 1], [3, 0, 0, 0], [0, 1, 2, 0]]):
+        overflows = step == 2
         with shardkit.uneven(model, once=step == 1):
             for k in range(per_rank[rank]):
-                scaler.scale(_loss32(model, 100 * step + 10 * k + rank)).backward()
-        for r, n in enumerate(per_rank):
+                loss = _loss32(model, 100 * step + 10 * k + rank)
+                scaler.scale(loss * math.inf if overflows and k else loss).backward()
+        numbers = per_rank[: 4 if way == "hybrid" else 2]
+        for r, n in enumerate(numbers):
             for k in range(n):
-                (_loss32(plain, 100 * step + 10 * k + r) / sum(per_rank)).backward()
+                (_loss32(plain, 100 * step + 10 * k + r) / sum(numbers)).backward()
+        scaler.scale(torch.zeros(())) if step == 0 else None
         scaler.unscale_(optimizer)
         sharding_of(model).clip_grad_norm_(0.5)
         nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], 0.5)
         scaler.step(optimizer)
         scaler.update()
-        truth.step()
+        truth.step() if not overflows else None
         model.zero_grad()
         plain.zero_grad()
+    assert scaler.get_scale() == 4.0
     torch.testing.assert_close(
         dict(sharding_of(model).export()), dict(plain.state_dict()), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_loss_scale_and_clipping() -> None:
+    rank_pool(2).run(_scaled, "whole")
+    rank_pool(4).run(_scaled, "hybrid")
 
 
 def _costs(rank: int) -> list[float]:
     model, _ = _sharded("FSDP")
     found = []
     for once in (False, False, True):
-        with OperationCounter(2) as counter, shardkit.uneven(model, once=once):
+        with OperationCounter(2, least=0) as counter, shardkit.uneven(model, once=once):
             for k in range(2 * rank):
                 _loss(model, k).backward()
         model.zero_grad()
         found.append(counter.sent)
+        # what ranks tell each other, before each micro-batch and at the end; of frozen units there is none apart
+        assert counter.collectives["allreduce_"] == (1 if once else 3)
     return found[1:]
 
 
@@ -432,20 +461,103 @@ def test_ranks_that_meet_once_do_what_they_like(rank: int) -> None:
                 torch.testing.assert_close(value, truth.get_parameter(name), rtol=1e-12, atol=1e-12)
 
 
-@on_ranks(2)
-def test_a_first_forward_for_others_runs_under_their_autocast(rank: int) -> None:
-    model = fully_shard(nn.Linear(WIDTH, WIDTH))
-    with shardkit.uneven(model):
-        if rank:
-            with torch.autocast("cpu", torch.bfloat16):
-                out = model(torch.ones(1, WIDTH, dtype=torch.bfloat16))
-            out.sum().backward()
-    assert float(sharding_of(model).clip_grad_norm_(1e9)) > 0
+class Layer(nn.Module):
+    """Some of two experts behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return x + sum(self.experts[k](x) for k in chosen)
 
 
+class Layers(nn.Module):
+    """Layers any of which may be left out, every other one of them computed anew in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers, self.head = nn.ModuleList([Layer() for _ in range(4)]), nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: torch.Tensor, each: list[tuple[int, ...] | None]) -> torch.Tensor:
+        for k, chosen in enumerate(each):
+            if chosen is not None:
+                layer = self.layers[k]
+                x = x + (checkpoint(layer, x, chosen, use_reentrant=False) if k % 2 else layer(x, chosen))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def _layers(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = Layers()
+    if way == "ShardedDDP":
+        optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        return ShardedDDP(model, optimizer), optimizer
+    options: dict[str, Any] = {"dtensors": True} if way == "dtensors" else {}
+    if way == "hybrid":
+        options["group"], options["replicas"] = hybrid_groups(2)
+    shard: Any = fully_shard if way in ("fully_shard", "dtensors") else by_root
+    for k, layer in enumerate(model.layers):
+        for j, expert in enumerate(layer.experts):
+            layer.experts[j] = shard(expert, **options)
+        model.layers[k] = shard(layer, **options)
+    model = shard(model, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _loss_by_some(model: nn.Module, seed: int) -> torch.Tensor:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    chosen = [draw.choice((None, (), (0,), (1,), (0, 1), (0, 1))) for _ in range(4)]
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    return model(x, chosen).square().mean()
+
+
+def _other_layers(rank: int, way: str, counts: list[list[int]]) -> None:
+    """Each micro-batch of each rank, and each evaluation, drops other layers and chooses other experts."""
+    plain = Layers()
+    truth = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    model, optimizer = _layers(way)
+    evaluations = random.Random(rank)
+    for step, per_rank in enumerate(counts):
+        with shardkit.uneven(model) as work:
+            for k in range(per_rank[rank]):
+                seed = 1000 * step + 10 * k + rank
+                _evaluate(model, plain, evaluations.choice((0, 0, 1)), seed + 500, _loss_by_some)
+                work.weighted(_loss_by_some(model, seed), 1 + k).backward()
+        every = [(1000 * step + 10 * k + r, 1 + k) for r, n in enumerate(per_rank) for k in range(n)]
+        for seed, weight in every:
+            (weight / sum(w for _, w in every) * _loss_by_some(plain, seed)).backward()
+        for each in (optimizer, truth):
+            each.step()
+            each.zero_grad()
+    assert_same(model, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
+def test_ranks_run_other_layers_than_others(way: str) -> None:
+    for world_size in (2, 3):
+        rank_pool(world_size).run(_other_layers, way, _counts(world_size, world_size))
+    rank_pool(4).run(_other_layers, "hybrid", _counts(4, 1)) if way == "FSDP" else None
+
+
+def test_other_layers_on_simulated_ranks() -> None:
+    for seed in (2, 3, 6):
+        way = ("FSDP", "fully_shard", "ShardedDDP")[seed % 3]
+        rank_pool(2 + seed % 7, "simulated").run(_other_layers, way, _counts(2 + seed % 7, seed)[:4])
+
+
+SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
+    "unscale": functools.partial(torch.amp.GradScaler, "cpu"),
+    "our unscale": shardkit.GradScaler,
+    "our unscale over ranks": shardkit.ShardedGradScaler,
+}
 ERRORS, REFUSED = (
-    ("between", "forward", "inside", "loss", "backward"),
-    ("clear", "clear at the end", "clip", "unscale", "our clip"),
+    ("between", "forward", "inside", "loss", "backward", "evaluation", "inside an evaluation"),
+    ("clear", "clear at the end", "clip", "our clip", *SCALERS),
 )
 
 
@@ -464,13 +576,12 @@ def _fails(
     model: nn.Module, outer: nn.Module, optimizer: Any, once: bool, where: str, count: int, bad: int
 ) -> None:
     """A rank has a bad batch in a block inside of another one, or does what is refused there."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = SCALERS.get(where, shardkit.GradScaler)(init_scale=8.0)
     refused: dict[str, Callable[[], object]] = {
         "clear": optimizer.zero_grad,
         "clip": lambda: nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0),
         "our clip": lambda: _clipped(model, optimizer, 1.0),
-        "unscale": lambda: scaler.unscale_(optimizer),
-    }
+    } | dict.fromkeys(SCALERS, lambda: scaler.unscale_(optimizer))
     with shardkit.uneven(outer, once=once), shardkit.uneven(model, once=once):
         _loss(outer, 1).backward()
         for k in range(count):
@@ -478,10 +589,13 @@ def _fails(
             if is_bad and where == "between":
                 raise ValueError("a bad batch")
             with contextlib.ExitStack() as undo:
-                if is_bad and where == "inside":
+                if is_bad and where.startswith("inside"):
                     undo.callback(model.blocks[2].register_forward_pre_hook(lambda *_: int("bad")).remove)
                 elif is_bad and where == "backward":
                     undo.callback(model.blocks[0].register_forward_hook(_failing_in_backward).remove)
+                if is_bad and where.endswith("evaluation"):
+                    with torch.no_grad():
+                        _loss(model, k) if where.startswith("inside") else model(None)
                 loss = scaler.scale(model(None) if is_bad and where == "forward" else _loss(model, k))
             if is_bad and where == "evaluate":
                 with torch.no_grad():
@@ -500,16 +614,16 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
     for seed in (5, 6):
         _loss(plain, seed).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    for once, where in itertools.product((False, True), (*ERRORS, *REFUSED, "evaluate")):
-        if where == "evaluate" and (once or way == "ShardedDDP"):
-            continue  # it is right there
+    for once, where, bad in itertools.product((False, True), (*ERRORS, *REFUSED, "evaluate"), (0, 1)):
+        if (where == "evaluate" and (once or way == "ShardedDDP")) or (where in REFUSED and bad == 0):
+            continue  # it is right there, or there is no gradient yet
         model, optimizer = _sharded(way)
         _loss(model, 5).backward()
         other = fully_shard(Net())
         refused = where in (*REFUSED, "evaluate")
         own = LifecycleError if refused else (ValueError, TypeError)
         with pytest.raises(own if rank else OutOfStepError) as raised:
-            _fails(model, other, optimizer, once, where, 3, 1 if rank else -1)
+            _fails(model, other, optimizer, once, where, 3, bad if rank else -1)
         if rank == 0:
             assert "rank 1 gave up: it left uneven() by " in str(raised.value), where
             assert "once=True" not in str(raised.value)
@@ -520,7 +634,7 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
 
 
 def _drawn_errors(rank: int, seed: int) -> None:
-    """Some ranks have a bad batch at some place, after a block that shows the order and before one that is right."""
+    """Some ranks have a bad batch at some place, after a block that shows the order or none, and before a right one."""
     draw, world_size = random.Random(seed), 2 + seed % 7
     way, once = draw.choice(["FSDP", "fully_shard", "ShardedDDP"]), draw.random() < 0.3
     where = draw.choice(
@@ -532,9 +646,10 @@ def _drawn_errors(rank: int, seed: int) -> None:
         bad = [-1 if k == 0 else k for k in bad]
     model, optimizer = _sharded(way)
     other, plain = fully_shard(Net()), Net()
-    with shardkit.uneven(model):
-        _loss(model, 0).backward()
-    optimizer.zero_grad()
+    if draw.random() < 0.5:
+        with shardkit.uneven(model):
+            _loss(model, 0).backward()
+        optimizer.zero_grad()
     found: Exception | None = None
     try:
         _fails(model, other, optimizer, once, where, counts[rank], bad[rank])
@@ -558,20 +673,15 @@ def test_drawn_errors_on_simulated_ranks() -> None:
         rank_pool(2 + seed % 7, "simulated").run(_drawn_errors, seed)
 
 
-def _astray(rank: int, what: str) -> str:
-    """Ranks that meet at each layer do something else: in layers, with models; or fail in their first forward."""
-    found = Branches()
-    for each in (*found.branches, found):
-        fully_shard(each)
-    other = fully_shard(Net())
+def _astray(rank: int) -> str:
+    """A rank calls a model that has no block."""
+    model, other = fully_shard(Branches()), fully_shard(Net())
     try:
-        with shardkit.uneven(found):
+        with shardkit.uneven(model):
             for k in range(1 + rank):
-                found.which = rank if what == "layers" else 0
-                if what == "model" and rank == k == 1:
-                    _loss(other, 0)
-                (found(None) if what == "error" and rank else _loss(found, k)).backward()
-    except (OutOfStepError, TypeError) as error:
+                _loss(other, 0) if k else None
+                _loss(model, k).backward()
+    except OutOfStepError as error:
         return str(error)
     return ""
 
@@ -579,13 +689,63 @@ def _astray(rank: int, what: str) -> str:
 def test_who_goes_astray_is_out_of_step() -> None:
     if DEVICE["name"] == "streams":
         pytest.skip("the device refuses, too, what ranks have issued out of step")
-    for what in ("layers", "model", "error"):
-        first, second = run_once(2, "simulated", _astray, what)
-        if what == "error":
-            assert "NoneType" in second
-        for said in (first, second) if what != "error" else (first,):
-            assert "Inside of uneven() ranks meet at each layer" in said
-            assert "uneven(model, once=True)" in said
+    for said in run_once(2, "simulated", _astray):
+        assert "Inside of uneven() ranks meet at each layer" in said
+        assert "uneven(model, once=True)" in said
+
+
+class InOrder(nn.Module):
+    """Calls its layers as it is told, computes some of them anew in backward, and some without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH).double() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        for k, how in zip(order[::2], order[1::2], strict=True):
+            layer = self.layers[int(k)]
+            with torch.set_grad_enabled(how != "n"), contextlib.suppress(TypeError):
+                x = (
+                    checkpoint(layer, x, use_reentrant=False)
+                    if how == "c"
+                    else layer(None if how == "e" else x)
+                )
+        return x
+
+
+def _train_in(model: nn.Module, *orders: str, share: float = 1.0) -> None:
+    for order in orders:
+        (share * model(torch.linspace(-1, 1, WIDTH).double()[None], order).square().mean()).backward()
+
+
+@on_ranks(2)
+def test_the_order_of_layers_on_all_ranks(rank: int) -> None:
+    """Another one, and what is computed anew or without gradients, is an error; then ranks learn one for both."""
+    for first, bad, then, word in (
+        ("0-2-", "2-0-", ["2-0-", "2-"], "calls 'layers.0'"),  # earlier
+        ("0-1-", "0-1-0-", ["0-1-0-", "1-0-"], "calls 'layers.0'"),  # again
+        ("0-2-", "0c2-", ["0c2-", "2-"], "computes 'layers.0' anew"),
+        ("0n2-", "0-2-", ["0-2-", "0-"], "computes 'layers.0' anew, or with gradients"),
+        # what nobody has called yet has the model's place
+        ("0-2-", "0-2e", ["0-2-", "0-1c2-"], "leaves 'the model' after an error inside of it"),
+    ):
+        plain, model = InOrder(), InOrder()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        with shardkit.uneven(model):
+            _train_in(model, first)
+        model.zero_grad()
+        with pytest.raises(LifecycleError if rank else OutOfStepError, match=word), shardkit.uneven(model):
+            _train_in(model, first, bad if rank else first)
+        assert all(p.grad is None for p in model.parameters())
+        for order in then:
+            with shardkit.uneven(model):
+                _train_in(model, order if rank else first)
+            _train_in(plain, first, order, share=0.5)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        torch.testing.assert_close(sharding_of(model).clip_grad_norm_(1e9), norm, rtol=1e-12, atol=0.0)
 
 
 def _mixed(rank: int) -> None:

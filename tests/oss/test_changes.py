@@ -26,27 +26,6 @@ from tests.figures.counters import OperationCounter
 from tests.pools import rank_pool
 
 
-class WithMasters(torch.optim.AdamW):
-    """Updates masters of fp32, from which the weights are rounded."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        rounded = [(p, p.data, p.grad) for p in params]
-        masters = self.__dict__.setdefault("masters", {})
-        for p, data, gradient in rounded:
-            master = masters.get(p)
-            if master is None or not torch.equal(master.to(data.dtype), data):
-                master = masters[p] = data.float()
-            p.grad, p.data = None, master
-            p.grad = gradient.float()  # type: ignore[union-attr]
-        super().step()
-        for p, data, gradient in rounded:
-            p.grad = None
-            p.data = data.copy_(masters[p])
-            p.grad = gradient
-
-
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -63,7 +42,9 @@ def _both(rank: int, world_size: int, lr: float) -> tuple[float, float]:
     dense, changes = _model(), _model()
     pairs = []
     for model in (dense, changes):
-        optimizer = OSS(model.parameters(), WithMasters, lr=lr, sends_changes=model is changes)
+        optimizer = OSS(
+            model.parameters(), torch.optim.AdamW, lr=lr, masters=True, sends_changes=model is changes
+        )
         pairs.append((ShardedDDP(model, optimizer), optimizer))
     sent = [0.0, 0.0]
     for step in range(6):

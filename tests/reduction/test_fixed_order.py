@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,10 @@ class Run:
                 for m in inner.children()
                 if any(True for _ in m.parameters()) and not isinstance(m, nn.ModuleList) and family != "tied"
             ]
+            if strategy == "layers":  # which some ranks leave out
+                whole = [
+                    m for each in inner.modules() if isinstance(each, nn.ModuleList) for m in each
+                ] or whole
             for m in whole if strategy != "rows" else ():
                 fully_shard(m, reduce=reduce, dtensors=strategy == "dtensors", **where)
             fully_shard(inner, reduce=reduce, dtensors=strategy == "dtensors", **where)
@@ -253,14 +258,27 @@ def every_combination() -> None:
             print(f"{family}, {strategy}, {optimizer}: the same bits on {', '.join(map(str, WORLDS))} ranks")
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "dtensors"])
+@pytest.mark.parametrize("strategy", ["layers", *(s for s in STRATEGIES if s != "dtensors")])
 def test_microbatches_that_ranks_cant_share(strategy: str) -> None:
     """7 of them: ranks that have none in the last round follow, and one of 8 always does."""
-    for family, optimizer in (("mlp", "adamw"), ("routed", "sgd")):
+    for family, optimizer in (("dropped" if strategy == "layers" else "mlp", "adamw"), ("routed", "sgd")):
         options: dict[str, Any] = {"optimizer": optimizer, "count": 7, "clip": 0.3}
         plain = _ranks(1, "simulated", family, strategy, **options)
         for world in (2, 3, 8):
             assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == plain
+
+
+def test_drawn_trainings() -> None:
+    """Any family, strategy, optimizer, number of micro-batches and ranks, dtype on the wire and clipping."""
+    for seed in range(4):
+        draw = random.Random(seed)
+        family, optimizer = draw.choice(sorted(FAMILIES)), draw.choice(sorted(OPTIMIZERS))
+        strategy = draw.choice(("layers", "fsdp", "units", "sharded_ddp"))
+        count, world = draw.randint(1, 9), draw.randint(2, 8)
+        options: dict[str, Any] = {"optimizer": optimizer, "count": count, "clip": draw.choice((0.0, 0.3))}
+        options["dtype"] = draw.choice((None, torch.bfloat16))
+        alone = _ranks(1, "simulated", family, "rows", **options)
+        assert _ranks(world, "simulated", family, strategy, uneven=True, **options) == alone, seed
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -272,9 +290,9 @@ def test_over_gloo(world: int) -> None:
         assert _ranks(world, "gloo", "transformer", strategy, torchs=True, **options) == plain
 
 
-def _killed(rank: int, args: tuple[Any, ...], options: dict[str, Any], told: str) -> None:
+def _killed(rank: int, world: int, args: tuple[Any, ...], options: dict[str, Any], told: str) -> None:
     """One rank is lost in the step after those."""
-    found = train(rank, 4, *args, **options)
+    found = train(rank, world, *args, **options)
     if rank == 0:
         torch.save(found[:-1], told)
     run = Run(*args, microbatches=options["count"])
@@ -282,7 +300,7 @@ def _killed(rank: int, args: tuple[Any, ...], options: dict[str, Any], told: str
     run.backward(rank, 1)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    run.backward(4 + rank, 1)
+    run.backward(world + rank, 1)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +310,7 @@ def _killed(rank: int, args: tuple[Any, ...], options: dict[str, Any], told: str
 def test_a_training_goes_on_with_other_ranks(
     tmp_path: Path, strategy: str, optimizer: str, ends: tuple[int, int, int]
 ) -> None:
-    """40 steps on 1 rank are 13 on 4, one of which is killed, 14 on 3 and 13 on 2, and leave the same checkpoint."""
+    """40 steps on 1 rank are 13 on 4, 14 on 3, one of them killed each time, and 13 on 2, with one checkpoint."""
     alone, moved, notes = (tmp_path / name for name in ("alone", "moved", "notes"))
     alone.mkdir()
     moved.mkdir()
@@ -300,13 +318,15 @@ def test_a_training_goes_on_with_other_ranks(
     options: dict[str, Any] = {"clip": 0.5, "count": 12}
     whole = _ranks(1, "simulated", *args, **options, last=ends[-1], folder=str(alone))
     options["folder"] = str(moved)
-    with pytest.raises(RankFailedError):
-        run_once(4, "gloo", _killed, args, {**options, "last": ends[0]}, str(notes))
-    told = torch.load(notes)
-    for world, first, last in ((3, *ends[:2]), (2, *ends[1:])):
-        found = _ranks(world, "gloo", *args, **options, first=first, last=last)
-        told += found[:-1]
-    assert [*told, found[-1]] == whole
+    told = []
+    for world, first, last in ((4, 0, ends[0]), (3, *ends[:2])):
+        with pytest.raises(RankFailedError):
+            run_once(
+                world, "gloo", _killed, world, args, {**options, "first": first, "last": last}, str(notes)
+            )
+        told += torch.load(notes)
+    found = _ranks(2, "gloo", *args, **options, first=ends[1], last=ends[2])
+    assert [*told, *found] == whole
     there = compare(*(open_checkpoint(str(shardkit.latest(folder))) for folder in (alone, moved)))
     assert there.differences == []
     assert there.tensors > 10

@@ -27,6 +27,7 @@ from unittest import mock
 
 from shardkit.backends.diagnosis.stack_report import position_of
 from shardkit.backends.simulated.rank_threads import RankThreads
+from shardkit.launching.started import variables_of_rank
 from shardkit.types import Framework, StateDict, Tree
 
 from .ranks import Rank, current, starting
@@ -153,17 +154,8 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
 
 def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "GROUP_WORLD_SIZE": "1",
+        **variables_of_rank(rank, world_size, 29500),
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RUN_ID": "rehearsal",
         "TORCHELASTIC_RESTART_COUNT": "0",

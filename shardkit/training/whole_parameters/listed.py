@@ -8,21 +8,20 @@ an optimizer's parameters does what it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 
 from ...errors import ConfigurationError, LifecycleError
-from ...flattening.flat_parameter import FlatParameter
 from ...fsdp.construct import wake
 from ...fsdp.flat_param import FlatParam
-from ...fsdp.originals import hidden, managing, refuse_split, written_names
-from ...fsdp.state import plain_name, state_of
+from ...fsdp.originals import refuse_split
+from ...fsdp.state import state_of
+from ...fsdp.state_dict import place_of, written_parameters
 from ...layout import Piece
-from ...optimizers.shards import listing_of, note_stand_in, shard_behind
-from ...torch_seams.dtensors import is_dtensor
+from ...optimizers.shards import note_stand_in
 from ...torch_seams.tensors import ALIKE, FACTS, SHAPE, as_plain, name_of
 from ...types import AnyCallable, Args, Kwargs, Memo, Tree
 
@@ -221,28 +220,3 @@ def parts_of(model: nn.Module) -> list[Part]:
             else "the model has no parameters to optimize"
         )
     return found
-
-
-def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters of a model under all names that it was written with: those of tied weights, too."""
-    for path, module in nn.Module.named_modules(model, remove_duplicate=False):
-        taken = dict(hidden(module))
-        for name in written_names(module):
-            own = module.__dict__.get(name)  # an original parameter, whatever is listed in its place
-            is_taken = isinstance(own, nn.Parameter) and managing(own) is not None
-            param = own if is_taken else module._parameters.get(name, taken.get(name))
-            if is_dtensor(param) and (listing := listing_of(param)) is not None:
-                param = listing.originals[0].param
-            if param is not None and not isinstance(param, FlatParameter):
-                yield ".".join(p for p in (plain_name(path), name) if p), param
-
-
-def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
-    """Returns the flat parameter that a parameter lies in, and its number there."""
-    listing = shard_behind(param)
-    if listing is not None:  # listed in place of one original parameter
-        return listing.flat, listing.first
-    flat = managing(param)
-    if flat is None:
-        return None, 0
-    return flat, next(k for k, original in enumerate(flat.originals) if original.param is param)

@@ -18,13 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...backend import Group, ReduceOp
-from ...checks import check_same_everywhere, copy_options, option_facts, options_of, problems_of_ranks
+from ...checks import check_same_everywhere, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.state import state_of
-from ...layout import Piece, buckets_by_numel
+from ...layout import Piece, buckets_by_size
 from ...optimizer_state.kinds import check_same_state, check_state, is_elementwise, to_cpu
 from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import is_known_elementwise
+from ...optimizers.shards import copy_options, options_of
 from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import shards_of
@@ -416,7 +417,7 @@ def collect(
         by_group.setdefault(() if part.flat is None else part.flat.group.ranks, []).append(part)
     for key, own in by_group.items():
         group = ranks.get(key)
-        for some in buckets_by_numel([p.shape.numel() for p in own], _AT_ONCE):
+        for some in buckets_by_size([p.shape.numel() for p in own], _AT_ONCE):
             sent = {own[k].name: mine[own[k].name] for k in some if own[k].name in mine}
             everybody = [sent] if group is None else _gathered(group, sent, recipient)
             for k in some if everybody is not None else ():

@@ -1,0 +1,116 @@
+"""Masters in fp32 of weights of 16 bits, which an optimizer of any class keeps as state.
+
+While it steps, a parameter's data is its master, [*] in fp32, and its gradient is cast: the class meets parameters of
+fp32 and makes its other state as for these. In between, the master is an entry of the parameter's state, so that it is
+saved, cut and loaded as all state is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import ConfigurationError
+from ..types import StateDict, Tree
+from . import state as oss_state
+
+MASTER = "master"
+"""The key of masters in the state of their parameters."""
+
+
+def dtype_of_update(param: torch.Tensor) -> torch.dtype:
+    """Returns the dtype that a parameter is updated in, which is also that of its state."""
+    is_narrow = param.is_floating_point() and param.dtype.itemsize == 2
+    return torch.float32 if is_narrow else param.dtype
+
+
+def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Returns what makes optimizers that update masters and round the parameters from them.
+
+    Args:
+        optim: a class of optimizers, or ``functools.partial`` of one.
+
+    Raises:
+        ConfigurationError: no class can be derived of it.
+    """
+    if isinstance(optim, functools.partial):
+        return functools.partial(with_masters(optim.func), *optim.args, **optim.keywords)
+    if not isinstance(optim, type):
+        raise ConfigurationError(
+            f"masters=True takes a class of optimizers, or functools.partial of one; optim is {optim!r}"
+        )
+    return _derived(optim)
+
+
+@functools.cache
+def _derived(optim: type[Optimizer]) -> type[Optimizer]:
+    return cast("type[Optimizer]", type(optim.__name__, (_WithMasters, optim), {"updates": optim}))
+
+
+class _WithMasters(Optimizer):
+    """Lets parameters be their masters while the class that it ``updates`` with takes a step."""
+
+    updates: type[Optimizer]
+
+    def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
+        """Takes a step; the closure sees the parameters as they are in between."""
+        update: Tree = self.updates.step
+        if getattr(update, "hooked", False):  # by torch: hooks have run around this one
+            update = update.__wrapped__
+        rounded = _Rounded(self)
+        if closure is not None:
+            kwargs["closure"] = functools.partial(rounded.shown_to, closure)
+        rounded.hide()
+        try:
+            return update(self, **kwargs)
+        finally:
+            rounded.show()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads as torch does, and in the dtype of the masters what torch rounds to that of the parameters."""
+        super().load_state_dict(state_dict)
+        taken: Tree = self.state
+        taken.update(oss_state.as_loaded(self, state_dict, dtype_of_update))
+
+
+class _Rounded:
+    """What is rounded from masters, of an optimizer: hidden while it updates."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state: Tree = optimizer.state
+        self._groups = optimizer.param_groups
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def hide(self) -> None:
+        """Gives parameters that have a gradient their masters' values, and the gradients their dtype."""
+        for p in (p for group in self._groups for p in group["params"]):
+            dtype, data, gradient = dtype_of_update(p), p.data, p.grad
+            if gradient is None or dtype == p.dtype:
+                continue
+            written = data.to(dtype)
+            master = self._state.get(p, {}).get(MASTER, written)
+            # what a program has written to the weights since they were rounded counts
+            master = torch.where(master.to(data.dtype) == data, master, written)
+            self._hidden.append((p, data, gradient))
+            p.grad, p.data = None, master
+            p.grad = gradient.to(dtype)
+
+    def show(self) -> None:
+        """Rounds, and puts the masters into the state."""
+        for p, data, gradient in self._hidden:
+            self._state[p][MASTER] = p.data
+            p.grad, p.data = None, data.copy_(p.data)
+            p.grad = gradient
+        self._hidden.clear()
+
+    def shown_to(self, closure: Callable[[], Tree]) -> Tree:
+        """Evaluates the closure over the parameters as a program knows them."""
+        self.show()
+        try:
+            return closure()
+        finally:
+            self.hide()
