@@ -183,7 +183,7 @@ torch-tpu: $(TPU)/.ready
 
 PLAIN := $(addprefix tests/,doctor fsdp/test_fully_shard.py fsdp/test_fsdp.py::test_mistakes_are_named_on_every_rank oss/test_flat_segments.py \
   sharded_ddp/test_buffers.py training_checkpoints/test_several.py checkpoint/test_prefix.py \
-  compat/test_older_paths.py::test_broadcast_object \
+  border/test_copies.py::test_the_state_of_an_oss_that_was_never_stepped compat/test_older_paths.py::test_broadcast_object \
   running/test_run.py::test_a_program_that_launches_twice backends/test_contract.py)
 plain: $(CORE)/.ready
 	@echo "== tests with $(TORCH) alone"

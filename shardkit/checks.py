@@ -170,6 +170,19 @@ def numbers_of(units: Sequence[tuple[Group, str]]) -> list[str]:
     return [number if job in own else run_id for run_id, job, number in found]
 
 
+def objects_of(group: Group, mine: T, recipient: int, what: str) -> list[T] | None:
+    """Returns each rank's object on a rank, or on all for -1; None elsewhere (collective).
+
+    Args:
+        what: is done, and of what: ranks that do something else would send another thing's.
+    """
+    group.channel("parameters").agree(what)
+    control = group.channel("control")
+    if recipient == -1:
+        return control.all_gather_object(mine, label=what)
+    return control.gather_object(mine, recipient, label=what)
+
+
 def are_several(group: Group) -> bool:
     """Tells whether more than one unit has been built of a group's ranks."""
     mine = _jobs.get(group)

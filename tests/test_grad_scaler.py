@@ -217,6 +217,11 @@ def test_optimizers_that_skip_by_themselves(world_size: int, bad_rank: int | Non
         assert moved == [bad_rank is None and rank < world_size - 1] * 2
 
 
+def test_it_is_a_scaler_of_the_old_name() -> None:
+    """espnet's annotations ask for it, and fairscale's is one."""
+    assert isinstance(ShardedGradScaler(), torch.cuda.amp.GradScaler)
+
+
 @on_ranks(*SIZES)
 def test_fairscale_grows_the_scale_when_two_ranks_overflow(rank: int) -> None:
     p = nn.Parameter(torch.ones(2))

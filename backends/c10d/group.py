@@ -731,7 +731,7 @@ class C10dBackend(Backend):
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Store], C10dGroup]] = {}  # by id of the process group
+        self._known: dict[int, C10dGroup] = {}  # by id of the process group
 
     @abc.abstractmethod
     def _make_group(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> C10dGroup:
@@ -780,16 +780,14 @@ class C10dBackend(Backend):
             )
         if id(pg) not in self._known:
             connections.check_process_group(pg)
-            group = self._make_group(pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
-            entry = weakref.ref(_listed()[pg][1], functools.partial(self._end_of, id(pg)))
-            self._known[id(pg)] = entry, group
-        return self._known[id(pg)][1]
+            self._known[id(pg)] = self._make_group(pg, dist.get_process_group_ranks(pg), dist.get_rank(pg))
+            # Not at the end of the interpreter, which has taken apart by then what closing needs.
+            weakref.finalize(_listed()[pg][1], self._end_of, id(pg)).atexit = False
+        return self._known[id(pg)]
 
-    def _end_of(self, key: int, _: weakref.ref[Store]) -> None:
+    def _end_of(self, key: int) -> None:
         """Forgets a process group that torch has destroyed."""
-        group = self._known.pop(key)[1]
-        if connections is not None:  # else Python ends, and modules are empty
-            group.close()
+        self._known.pop(key).close()
 
     def _pool(self, world_size: int, timeout: float | None, start_timeout: float | None) -> Pool:
         self._check_ranks(world_size)

@@ -547,6 +547,8 @@ class Engine:
         for flat in self._flats:
             if flat.store.state is LOCKED and flat.written:
                 raise written_original(flat)
+        if self.in_common and self.common.error is not None:
+            raise self.common.error
 
     def _lock_held(self) -> None:
         """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""

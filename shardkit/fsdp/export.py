@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from ..checks import objects_of
 from ..errors import ConfigurationError
 from ..reduction.compression import Run, difference, mixed_sum
 from ..torch_seams.tensors import INTEGERS, memory_of
@@ -272,10 +273,7 @@ def _changed(
                 )
             sent.append(part)
     label = f"what has changed in {flat.label}"
-    if on is None:
-        everything = group.all_gather_object(sent, label=label)
-    else:
-        everything = group.gather_object(sent, on, label=label) or []
+    everything = objects_of(group, sent, -1 if on is None else on, label) or []
     found: list[tuple[list[Run], int]] = [([], 0) for _ in flat.originals]
     for part in chain(*everything):
         runs, total = found[part.item]

@@ -213,6 +213,9 @@ def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
     wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
+    if transform_level() is not None:  # what is made for all later steps can't belong to one transform
+        for s in states:
+            check_forward(s.unit)
     reshard = state.options.reshard
     state.unit.keep_after_forward = reshard.after_forward is False or not reshard.root
     training_begins(state.group)

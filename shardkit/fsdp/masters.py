@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from ..backend import DONE, Backend, Copy
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
-from ..optimizers.shards import listing_of
+from ..optimizers.shards import copy_options, listing_of
 from ..types import AnyCallable, Tree
 from .optimizer_check import first_steps
 from .store import Stored
@@ -230,8 +230,7 @@ class _StepsByUnit:
         self._stepped, self._thread = set(), threading.get_ident()
         for flat, part in self._parts.items():
             part.state = optimizer.state
-            for group, given in zip(part.param_groups, optimizer.param_groups, strict=True):
-                group.update({name: value for name, value in given.items() if name != "params"})
+            copy_options(optimizer.param_groups, part.param_groups)
             if (landing := flat.store.landing) is not None:
                 landing.then = partial(self._step, flat)
 

@@ -186,7 +186,7 @@ class _FirstSteps:
             listings = [listing for ref in refs if (listing := ref()) is not None]
             if listings:
                 looked.options.check(listings[0].group, optimizer.param_groups)
-                _agree_on_cleared(listings)
+                agree_on_cleared(listings)
         looked.saved = []  # of a step that was refused
         if looked.whole:
             looked.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
@@ -288,13 +288,16 @@ def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
         check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
 
 
-def _agree_on_cleared(listings: Sequence[Registered]) -> None:
+def agree_on_cleared(listings: Sequence[Registered], others: Iterable[str] = ()) -> None:
     """Tells other ranks what this one has cleared; see [Note: cleared].
+
+    Args:
+        others: what else was.
 
     Raises:
         OutOfStepError: another rank's program has not cleared the same gradients.
     """
-    cleared = []
+    cleared = [*others]
     for listing in listings:
         if listing.param.grad is None and listing.flat.unused.is_noted:
             unused, flat, here = listing.flat.unused.originals, listing.flat, set[int]()
@@ -334,16 +337,17 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     """Groups made by ``p.ndim`` put all shards of one dimension with the biases, and nothing decays.
 
     The group that was meant to decay is empty. Where it was left out because it is, the program has asked shards for
-    their dimensions; a schedule that begins without decay has no reason to.
+    their dimensions; a schedule that begins without decay has no reason to. Parts that are listed one by one as vectors
+    are ordinary parameters, of which nobody knows: there, groups without decay differ from what the optimizer says.
     """
-    groups = optimizer.param_groups
+    groups, decays = optimizer.param_groups, optimizer.defaults.get("weight_decay")
     decaying = [g for g in groups if g.get("weight_decay")]
     is_empty = any(not g["params"] for g in decaying)
     undecayed = [f for g in groups if not g.get("weight_decay") for f in map(shard_behind, g["params"]) if f]
     matrices = [
         name
         for f in undecayed
-        if is_empty or f in dimensions_asked
+        if is_empty or f in dimensions_asked or (decays and not decaying and f is not f.flat)
         for name, m in zip(f.names, f.originals, strict=True)
         if len(m.shape) > 1 and len(f.param.shape) < 2
     ]

@@ -286,11 +286,9 @@ def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or not _is_taken(parent):
+    if param is None or not _is_taken(parent) or param is parent._parameters.get(name):
         return None
     before = parent._parameters.get(name)
-    if param is before:
-        return None  # tied once more
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
@@ -299,6 +297,10 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
             return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
+        if listing is not None and any(o.param is param for o in listing.originals):
+            # Tied once more: it stays an attribute beside the shard that is listed for it.
+            parent.__dict__[name] = param
+            return listing.param
         return None  # torch puts back what it replaced for a call; the next forward hides it again
     if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
         raise ConfigurationError(_too_late(parent, name))

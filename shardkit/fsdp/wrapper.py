@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Registers as on any module; the wrapped module's own can't be replaced."""
+    try:
+        nn.Module.register_parameter(self, name, param)
+    except KeyError:
+        raise put_into_wrapper(name) from None
+
+
 class UnitModule(FlattenParamsWrapper):
     """Lists a unit's shards as ``flat_param_0``, ... or, unflattened, under the parameters' own names.
 
@@ -86,6 +94,7 @@ class UnitModule(FlattenParamsWrapper):
             "parameters of an FSDP module are sharded; use its summon_full_params() to see them unflattened"
         )
 
+    register_parameter = _register_parameter
     _apply = nn.Module._apply
     state_dict = nn.Module.state_dict
     load_state_dict = nn.Module.load_state_dict
@@ -142,12 +151,7 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
             return through(self._state, getattr(unit._fpw_module, name))
 
     # ------------------------------------------------------------ what needs parameters in their places
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers as on any module; the wrapped module's own can't be replaced."""
-        try:
-            super().register_parameter(name, param)
-        except KeyError:
-            raise put_into_wrapper(name) from None
+    register_parameter = _register_parameter
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

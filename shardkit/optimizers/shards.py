@@ -204,6 +204,15 @@ def group_facts(
     return facts
 
 
+_optimizers: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+
+
+def numbered(group: Group, name: str) -> str:
+    """Tells optimizers from all others over a group's ranks, which make them in one order."""
+    number = _optimizers[group] = _optimizers.get(group, 0) + 1
+    return f"{name} {number}"
+
+
 class AgreedOptions:
     """Options of an optimizer's param groups, which are the same on all ranks: told when they change.
 

@@ -78,7 +78,7 @@ class _WithMasters(Optimizer):
 
 
 class _Rounded:
-    """What is rounded from masters, of an optimizer: hidden while it updates."""
+    """Hides the weights that an optimizer rounds from masters while it updates."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._state: Tree = optimizer.state

@@ -31,6 +31,7 @@ from ..optimizers.shards import (
     AgreedOptions,
     copy_options,
     group_facts,
+    numbered,
     options_of,
     refuse_shards,
 )
@@ -150,6 +151,7 @@ class OSS(Optimizer):
             sends_changes=sends_changes,
         )
         check_ranks_agree(self._group, self.param_groups, options)
+        self.placement.name = numbered(self._group, "OSS")  # now that all ranks make it
         self._lay_out()
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
         self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)

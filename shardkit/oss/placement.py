@@ -48,6 +48,7 @@ class Placement(ABC):
         wire_dtype: dtype in which updated fp32 parameters travel; None for their own.
 
     Attributes:
+        name: of the optimizer, among all of these ranks; before :meth:`lay_out`.
         runs_whole: every rank updates all parameters.
         segments: the flat segments that stand in for parameters, if any.
     """
@@ -57,7 +58,7 @@ class Placement(ABC):
     def __init__(
         self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None
     ) -> None:
-        self.group = group
+        self.group, self.name = group, ""
         self.segments: list[FlatSegment] = []
         self._owner = owner
         self._wire_dtype = wire_dtype
@@ -172,13 +173,11 @@ def published_between(publish: Callable[[], None], closure: Closure) -> Closure:
 class FlatParameters:
     """Trainable parameters of one dtype as views into one buffer [N] grouped by owner."""
 
-    def __init__(
-        self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, sends_changes: bool = False
-    ) -> None:
-        self.params = list(params)
-        self._group, self._sends_changes = group, sends_changes
+    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], of: OwnedParameters) -> None:
+        self.params, self._sends_changes = list(params), of.sends_changes
+        self._group, self._label = of.group.channel("parameters"), f"updated parameters of {of.name}"
         step = alignment(params[0].element_size())
-        self._layout = segment_layout([p.numel() for p in params], owners, group.world_size, step=step)
+        self._layout = segment_layout([p.numel() for p in params], owners, of.group.world_size, step=step)
         self._pointers: list[int] = []
         self._build()
 
@@ -207,17 +206,17 @@ class FlatParameters:
         if self._group.world_size == 1 and wire_dtype is None:
             return None
         if self._sends_changes:
-            return self._changed.send("updated parameters")
+            return self._changed.send(self._label)
         if wire_dtype is None or self._buffer.dtype != torch.float32:
             return self._group.all_gather_into(
-                self._buffer, self._own, self._layout.sizes, async_op=True, label="updated parameters"
+                self._buffer, self._own, self._layout.sizes, async_op=True, label=self._label
             )
         wire = torch.empty_like(self._buffer, dtype=wire_dtype)
         start = self._layout.start(self._group.rank)
         own = wire[start : start + self._own.numel()]
         own.copy_(self._own)
         work = self._group.all_gather_into(
-            wire, own, self._layout.sizes, async_op=True, label=f"updated parameters in {wire_dtype}"
+            wire, own, self._layout.sizes, async_op=True, label=f"{self._label} in {wire_dtype}"
         )
         return WorkThen(work, lambda: self._buffer.copy_(wire))
 
@@ -244,14 +243,11 @@ class OwnedParameters(OfParameters):
         sends_changes: bool = False,
     ) -> None:
         super().__init__(group, owner, wire_dtype)
-        self._sends_changes = sends_changes
+        self.sends_changes = sends_changes
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad))
-        channel = self.group.channel("parameters")
-        self.buffers = [
-            FlatParameters(ps, [self._owner[p] for p in ps], channel, self._sends_changes) for ps in trainable
-        ]
+        self.buffers = [FlatParameters(ps, [self._owner[p] for p in ps], self) for ps in trainable]
         nbytes = sum(p.numel() * p.element_size() for ps in trainable for p in ps)
         self.ranges = PublishRanges("updated parameters", self.group.ranks, gather=nbytes)
 

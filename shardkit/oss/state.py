@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..checks import objects_of
 from ..errors import ConfigurationError
 from ..optimizer_state.kinds import check_state, to_cpu
 from ..types import ParamGroup, StateDict, Tree
@@ -40,11 +41,7 @@ def collect(
         everybody = [{index[p]: to_cpu(s) for p, s in found.items()}] if is_kept else None
     else:
         mine = {index[p]: to_cpu(s) for p, s in placement.state_of_owned(optimizer).items()}
-        control = group.channel("control")
-        if recipient_rank == -1:
-            everybody = control.all_gather_object(mine, label="consolidate_state_dict")
-        else:
-            everybody = control.gather_object(mine, recipient_rank, label="consolidate_state_dict")
+        everybody = objects_of(group, mine, recipient_rank, f"consolidate_state_dict of {placement.name}")
     if everybody is None:
         return None
     merged = {i: s for part in everybody for i, s in part.items()}

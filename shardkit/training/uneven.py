@@ -69,23 +69,18 @@ class _FSDPFollower:
         self.flats = [flat for unit in self._engine.units for flat in unit.flats]
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
-    def begin(self) -> None:
-        """Until :meth:`end` this rank keeps to the order of all ranks."""
-        self._engine.common.groups = self.groups
-        self._engine.in_common = True
+    def begin(self, once: bool) -> None:
+        """Until :meth:`end` this rank keeps to the order of all ranks; with ``once`` it meets none (collective)."""
+        if once:
+            refuse_local(self._options.reduce, "uneven(once=True)")
+            self._engine.gather_all()
+        self._engine.common.groups, self._engine.in_common = self.groups, not once
 
-    def end(self) -> None:
+    def end(self, once: bool) -> None:
         """Ends that."""
         self._engine.in_common = False
-
-    def begin_alone(self) -> None:
-        """Until :meth:`end_alone` no micro-batch meets other ranks (collective)."""
-        refuse_local(self._options.reduce, "uneven(once=True)")
-        self._engine.gather_all()
-
-    def end_alone(self) -> None:
-        """Ends that."""
-        self._engine.give_back_all()
+        if once:
+            self._engine.give_back_all()
 
     def has_local_gradients(self) -> bool:
         """Whether gradients of this rank wait for a reduction."""
@@ -102,11 +97,6 @@ class _FSDPFollower:
     def follow_backward(self, local: bool) -> None:
         """Takes part in a backward, or in the rest of one (collective), inside of ``no_sync`` or not."""
         self._engine.follow_backward(local)
-
-    def check(self) -> None:
-        """Raises LifecycleError if the forward that has ended on this rank was no part of the common order."""
-        if self._engine.common.error is not None:
-            raise self._engine.common.error
 
     def meets_to_evaluate(self) -> bool:
         """Whether others are needed to evaluate."""
@@ -151,17 +141,14 @@ class _ShardedDDPFollower:
         self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
 
-    def begin(self) -> None:
-        """Does nothing: the order is that of the buckets."""
+    def begin(self, once: bool) -> None:
+        if once:
+            refuse_local(self._exchange.policy, "uneven(once=True)")
+            self._accumulated, self.state.accumulating = self.state.accumulating, True
 
-    end = check = begin
-
-    def begin_alone(self) -> None:
-        refuse_local(self._exchange.policy, "uneven(once=True)")
-        self._accumulated, self.state.accumulating = self.state.accumulating, True
-
-    def end_alone(self) -> None:
-        self.state.accumulating = self._accumulated
+    def end(self, once: bool) -> None:
+        if once:
+            self.state.accumulating = self._accumulated
 
     def has_local_gradients(self) -> bool:
         return self.state.unreduced
@@ -348,12 +335,9 @@ class uneven:
             )
         outer = _open.get()
         self._check_nesting(outer)
-        if self._once:
-            self._by.begin_alone()
-        else:
-            if outer:  # all ranks are to come here before anything is said of two
-                self._follow_others()
-            self._by.begin()
+        if outer and not self._once:  # all ranks are to come here before anything is said of two
+            self._follow_others()
+        self._by.begin(self._once)
         if self._by.rounds is not None:
             self._by.rounds.are_uneven = True
         params = [p for p, _ in self._by.scaled(1.0)]
@@ -390,7 +374,7 @@ class uneven:
             hook.remove()
         try:
             if self._once:
-                self._by.end_alone()
+                self._by.end(once=True)
             if error is None:
                 self._finish()
             elif not self._is_told and self._can_tell(error):
@@ -406,7 +390,7 @@ class uneven:
             _open.set(tuple(block for block in _open.get() if block is not self))
             for group in self._by.groups:
                 in_parts.remove(group)
-            self._by.end()
+            self._by.end(once=False)
             self._by.state.watcher = None
             if self._by.rounds is not None:
                 self._by.rounds.are_uneven = False
@@ -492,7 +476,6 @@ class uneven:
     @not_compiled
     def _end(self, model: nn.Module, args: Args, outputs: Tree) -> None:
         self._is_calling = False
-        self._by.check()
 
     def _check_backward(self) -> None:
         self._gradients.check()

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
 from shardkit import FSDP, OSS, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import assert_same
 from tests.fsdp_models import WIDTH
 from tests.pools import rank_pool
@@ -47,6 +48,8 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 def wrapped(strategy: str, model: nn.Sequential) -> nn.Module:
     """Sharded, in one of the forms of FSDP."""
+    if strategy.startswith("torch_fsdp"):
+        return TorchFSDP(model, use_orig_params=strategy.endswith("orig"))
     if strategy == "in_place":
         for k in range(2, len(model), 2):
             fully_shard(model[k])

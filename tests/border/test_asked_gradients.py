@@ -25,7 +25,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, list[Any]], Any]] = {
 
 def _asked(rank: int, world: int) -> None:
     """Refused before anything runs: the same loss has its gradients afterwards."""
-    for strategy in ("fsdp", "units", "unflattened"):
+    for strategy in ("fsdp", "units", "unflattened", "in_place", "torch_fsdp", "torch_fsdp_orig"):
         pair = twins(rank, world, strategy)
         losses = [loss_of(pair.plain, r) for r in range(world)]
         torch.stack(losses).mean().backward()

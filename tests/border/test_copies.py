@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,7 +137,8 @@ def test_averages_that_write_to_state_dicts(rank: int, world_size: int, strategy
 @on_ranks((1, "simulated"), (2, "simulated"))
 def test_copies_of_a_unit_that_shares_a_weight_of_one_further_down(rank: int) -> None:
     """The copy of the first began to work before the one that has the weight was copied."""
-    doors = (FSDP, fully_shard, FairscaleFSDP, lambda m: TorchFSDP(m, use_orig_params=True))
+    torchs = [partial(TorchFSDP, use_orig_params=orig) for orig in (False, True)]
+    doors: list[Any] = [FSDP, partial(FSDP, flatten=False), fully_shard, FairscaleFSDP, *torchs]
     for wrap in doors:
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight

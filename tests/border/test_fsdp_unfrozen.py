@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 from shardkit import FSDP, LifecycleError, ReducePolicy, fully_shard
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.beside import whole
 from tests.border.strategies import heard
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
@@ -80,6 +82,14 @@ def test_all_ranks_say_it(rank: int) -> None:
         assert not lines
 
 
+BY_PARAMETER: list[Any] = [
+    partial(FSDP, flatten=False),
+    partial(TorchFSDP, use_orig_params=True),
+    fully_shard,
+    partial(fully_shard, dtensors=True),
+]
+
+
 @on_ranks(2)
 def test_members_without_gradients_in_some_steps(rank: int) -> None:
     def plain_sgd(params: Any) -> Any:
@@ -97,7 +107,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
             for make in makes:
                 plain = build(Net)
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
-                for wrap in (FSDP, nested, lambda m: FSDP(m, flatten=False), fully_shard):
+                for wrap in (FSDP, nested, *BY_PARAMETER):
                     model = wrap(build(Net))
                     lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
@@ -111,7 +121,7 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
                         continue
                     assert not lines
                     for key, value in truth.items():
-                        torch.testing.assert_close(found[key], value)
+                        torch.testing.assert_close(whole(found)[key], value)
         # out for good
         model = FSDP(build(Net))
         inner: Any = model.module

@@ -271,7 +271,7 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
 
 
 # ------------------------------------------------------------------ groups
-@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("strategy", [*BY_FSDP, "torch_fsdp", "torch_fsdp_orig"])
 @pytest.mark.parametrize(
     "how", ["by ndim", "by ndim, filtered", "by place", "an empty group for later", "no decay yet"]
 )
@@ -298,6 +298,8 @@ def test_groups_by_dimension_are_warned_of(rank: int, world_size: int, strategy:
             optimizer.step()
     # listed in place, rows have their parameter's dimensions
     is_wrong = strategy not in ("in_place", "unflattened") and how.startswith("by ndim")
+    # parts are ordinary vectors, and nobody knows what was asked of them
+    is_wrong = is_wrong or (strategy, how) == ("torch_fsdp_orig", "no decay yet")
     assert ["p.ndim" in m for m in messages] == [True] * is_wrong
 
 
@@ -323,7 +325,7 @@ def test_groups_by_dimension_in_place(rank: int, world_size: int) -> None:
 @on_ranks((2, "simulated"))
 def test_muon_is_told_of_whole_parameters(rank: int) -> None:
     """torch's looks at shapes when it is made."""
-    for strategy in BY_FSDP:
+    for strategy in ("torch_fsdp", "torch_fsdp_orig", *BY_FSDP):
         model = wrapped(strategy, make_model())
         with pytest.raises(ConfigurationError, match=r"WholeParameters\(model, Muon"):
             torch.optim.Muon(model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.torch_fsdp import FullyShardedDataParallel
 from tests.pools import on_ranks
 
 X = torch.ones(2, 6)
+TorchFSDP = partial(FullyShardedDataParallel, use_orig_params=True)
 
 
 def _net() -> nn.Sequential:
@@ -106,6 +109,13 @@ def test_transforms(rank: int, world_size: int) -> None:
                 transform(model)(X)
         else:
             torch.testing.assert_close(transform(model)(X), transform(plain)(X), rtol=0, atol=1e-6)
+    doors: list[Any] = [FSDP, fully_shard, partial(fully_shard, dtensors=True), TorchFSDP]
+    for door in doors:  # the root has no parameters of its own
+        root = _net()
+        for k in (0, 2):
+            root[k] = door(root[k])
+        with pytest.raises(LifecycleError, match=REFUSED["grad of functional_call"][1]):
+            _functional_gradient(door(root))
     with model.summon_full_params():
         mine = functional_call(model.module[2], {"weight": torch.zeros(4, 5)}, (torch.ones(1, 5),))  # type: ignore[index]
     torch.testing.assert_close(mine, plain[2].bias.detach()[None], rtol=0, atol=1e-6)

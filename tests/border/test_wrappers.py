@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
-from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ReducePolicy, ShardedDDP
+from shardkit import (
+    FSDP,
+    OSS,
+    Compression,
+    OffloadPolicy,
+    PrecisionPolicy,
+    ReducePolicy,
+    ShardedDDP,
+    fully_shard,
+)
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
@@ -197,7 +208,7 @@ def test_parameters_put_into_a_wrapped_module(rank: int, flatten: bool) -> None:
 
 @on_ranks(2)
 def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
-    """Modules without parameters, other values inside of summon, a unit of its own."""
+    """Modules without parameters, other values inside of summon, a unit of its own, a tie that is there already."""
     model, truth = units(), plain()
     model.module[1] = truth[1] = nn.ReLU()
     weight = torch.full((7, 5), 0.3)
@@ -209,6 +220,15 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
     train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+    doors: list[Any] = [partial(FSDP, flatten=False), fully_shard, partial(fully_shard, dtensors=True)]
+    for door in doors:
+        truth = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        truth[2].weight = truth[0].weight
+        tied: Any = door(copy.deepcopy(truth))
+        names = [name for name, _ in tied.named_parameters()]
+        tied[2].weight = tied[0].weight
+        assert [name for name, _ in tied.to("cpu").named_parameters()] == names
+        train_beside(rank, 2, tied, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
 
 
 class Named(nn.Module):

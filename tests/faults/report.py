@@ -62,6 +62,8 @@ What is not covered:
 - `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all
   ranks get the owner's result. A rank that owns no gradient at all (there are more ranks than parameters) takes no part
   in `torch.nn.utils.clip_grad_norm_`: all raise OutOfStepError; `OSS.clip_grad_norm` asks all ranks.
+- Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and
+  state dicts of two models in another order are refused.)
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
   a parameter that sits out a step and takes part again (layer drop, freezing for a while) gets the count of the others
   in its flat parameter, so that its bias correction is another than in one process. All ranks say so once, in the log,

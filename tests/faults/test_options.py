@@ -162,7 +162,8 @@ def _another_rate(rank: int, strategy: str, when: int) -> str:
         optimizer: Any = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
         model = shardkit.ShardedDDP(model, optimizer)
     else:
-        model = shardkit.FSDP(model) if strategy == "fsdp" else shardkit.fully_shard(model, dtensors=True)
+        is_cut = strategy == "dtensors"
+        model = shardkit.FSDP(model) if strategy == "fsdp" else shardkit.fully_shard(model, dtensors=is_cut)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(4):
@@ -183,7 +184,7 @@ def _another_rate(rank: int, strategy: str, when: int) -> str:
 
 
 @pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("strategy", ["oss", "fsdp"])
+@pytest.mark.parametrize("strategy", ["oss", "fsdp", "fully_shard"])
 def test_a_learning_rate_that_one_rank_changes(strategy: str, when: int) -> None:
     """All ranks hear of it, those that have changed nothing too; a schedule is every rank's."""
     for end in rank_pool(3, "simulated").run(_another_rate, strategy, when):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, fully_shard, sharding_of
+from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, WholeParameters, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import assert_same, train_beside
@@ -260,6 +260,7 @@ DOORS = {
     "fully_shard": fully_shard,
     "dtensors": lambda m: fully_shard(m, dtensors=True),
     "torch_fsdp": lambda m: TorchFSDP(m, use_orig_params=False),
+    "torch_fsdp_orig": lambda m: TorchFSDP(m, use_orig_params=True),
 }
 
 
@@ -330,10 +331,43 @@ def test_roots_of_equal_shapes_in_another_order(program: Callable[..., None], ba
 
 
 def test_roots_in_another_order_on_processes() -> None:
-    for ends in run_once(2, "gloo", _in_other_orders, _goes_back, ["dtensors"]):
-        assert set(re.findall("backward through parameters 0 of the root, unit .", ends[0])) == {
-            f"backward through parameters 0 of the root, unit {number}" for number in (3, 4)
-        }
+    for program, words in (
+        (_goes_back, "backward through parameters 0 of the root, unit ."),
+        (_evaluates, r"all_gather_into of \d+ elements \(parameters 0 of the root, unit ."),
+    ):
+        for ends in run_once(2, "gloo", _in_other_orders, program, ["dtensors"]):
+            assert {found[-1] for found in re.findall(words, ends[0])} == {"3", "4"}, ends
+
+
+def _updates(rank: int, optimizer: str, saves: bool) -> str:
+    """Two optimizers over equal shapes, which one rank alone steps, or saves, in the opposite order."""
+    torch.manual_seed(5)
+    models, optimizers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)], []
+    for k, model in enumerate(models):
+        if optimizer == "OSS":
+            optimizers.append(oss := OSS(model.parameters(), torch.optim.Adam, lr=0.1))
+            models[k] = ShardedDDP(model, oss)  # type: ignore[assignment, arg-type]
+        else:
+            fully_shard(model)
+            optimizers.append(WholeParameters(model, torch.optim.Adafactor, lr=0.1))  # type: ignore[arg-type]
+    sum(model(torch.ones(1, WIDTH)).sum() for model in models).backward()  # type: ignore[union-attr]
+    try:
+        for each in optimizers[:: -1 if rank == 1 and not saves else 1]:
+            each.step()
+        for each in optimizers[:: -1 if rank == 1 else 1]:
+            each.consolidate_state_dict() if isinstance(each, OSS) else each.state_dict()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("optimizer", ["OSS", "WholeParameters"])
+def test_optimizers_of_equal_shapes_in_another_order(optimizer: str, saves: bool) -> None:
+    """Models would get each other's updates, files each other's state."""
+    for backend in ("gloo", "simulated"):
+        for end in run_once(2, backend, _updates, optimizer, saves):
+            assert {found[-1] for found in re.findall(f"of {optimizer} .", end)} == {"1", "2"}, (backend, end)
 
 
 # ------------------------------------------------------------------ gradients that the program clears before a step
@@ -367,14 +401,16 @@ def _clears(rank: int, door: str) -> str:
 def _check_cleared(ends: list[str]) -> None:
     for end in ends:
         assert re.search(r"a step without the gradients of parameters? \S+ of the root, unit", end), end
-        assert "all_gather_into" in end, end
+        assert re.search(r"all_gather_into|gave up", end), end
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "torch_fsdp"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "torch_fsdp", "torch_fsdp_orig"])
 def test_a_gradient_that_one_rank_clears(door: str, world_size: int) -> None:
     """Its part of the shards would stay behind."""
     _check_cleared(rank_pool(world_size, "simulated").run(_clears, door))
+    if world_size == 2 and door == "fully_shard":
+        _check_cleared(run_once(2, "gloo", _clears, "dtensors"))
 
 
 def _one_rank_clears(rank: int, owner_does: bool) -> tuple[bool, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardkit import (
     fully_shard,
     sharding_of,
 )  # fmt: skip
-from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
+from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError, ShardkitError
 from tests.pools import on_ranks, rank_pool
 from tests.whole_parameters.nets import batch, difference, net, train, wrap
 
@@ -283,6 +284,71 @@ def test_gradients_that_were_not_reduced_are_refused(rank: int) -> None:
         optimizer.step()
     losses(model, rank, 2, 1).backward()
     optimizer.step()
+
+
+def changed_on_one(rank: int, world_size: int, optim: Any, how: str, wrapper: str) -> str:
+    """How a training ends of which the last rank changes something before its third step."""
+    model = wrap(net(), wrapper)
+    optimizer = WholeParameters(model, optim, lr=0.05)
+    try:
+        for step in range(4):
+            losses(model, rank, world_size, step).backward()
+            entries, is_odd = optimizer.param_groups[0]["params"], step == 2 and rank == world_size - 1
+            if is_odd and how == "option":
+                optimizer.param_groups[0]["lr"] = 0.7
+            elif is_odd and how == "shard":
+                next(iter(model.parameters())).grad = None
+            elif how == "entry" and (is_odd or step < 2):  # before that on all ranks
+                entries[0].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("optim", [torch.optim.Muon, torch.optim.AdamW])  # at owners, and in place
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("option", "a step with other options than before: lr of group 0 0.7"),
+        ("shard", "a step without the gradients of parameter"),
+        ("entry", r"a step without the gradients of parameter '0\.weight'"),
+    ],
+)
+def test_what_one_rank_alone_changes(optim: Any, how: str, words: str) -> None:
+    for wrapper in ("fsdp", "fully_shard"):
+        for end in rank_pool(3, "simulated").run(changed_on_one, 3, optim, how, wrapper):
+            assert re.search(words, end), (wrapper, end)
+
+
+def with_slopes(rank: int, world_size: int, how: str, optim: Any) -> dict[str, Any]:
+    """A penalty on gradients, for which values stay gathered from one forward to the next."""
+    model = net() if world_size == 1 else wrap(net(), how)
+    optimizer = WholeParameters(model, optim, lr=0.05)
+    for step in range(3):
+        inputs = batch(step, torch.empty(6, dtype=F64)).chunk(world_size, dim=1)[rank][0].requires_grad_()
+
+        def evaluated(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            optimizer.zero_grad()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            loss = slope.square().mean()
+            loss.backward()
+            return loss
+
+        if optim is torch.optim.LBFGS:
+            optimizer.step(evaluated)
+        else:
+            evaluated()
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("optim", [torch.optim.Muon, torch.optim.AdamW, torch.optim.LBFGS])
+def test_gradient_penalties(optim: Any) -> None:
+    """What was gathered before a step is old after it."""
+    for how in ("fsdp", "fully_shard"):
+        same_on_ranks(with_slopes, how, optim, worlds=(2,))
 
 
 @on_ranks((2, "simulated"))

@@ -39,6 +39,7 @@ class Part:
         pieces: how it is cut, over all ranks.
         here: the piece on this rank, if any.
         listed: what ``param_groups`` list.
+        set_to_none: the program has cleared the gradient there.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Part:
         self.name, self.flat, self.number = name, flat, number
         self.pieces: tuple[Piece, ...] = ()
         self.here: Piece | None = None
+        self.set_to_none = False
         if flat is None:
             self.shape = param.shape
             self.listed: nn.Parameter = param
@@ -59,6 +61,11 @@ class Part:
     @property
     def trains(self) -> bool:
         return (self.listed if self.flat is None else self.flat.param).requires_grad
+
+    @property
+    def is_cleared(self) -> bool:
+        """Says whether the program has cleared the gradient, and no backward has come since."""
+        return self.set_to_none and self.flat is not None and self.flat.unused.originals[self.number]
 
     @property
     def may_have_gradient(self) -> bool:
@@ -123,7 +130,7 @@ class ListedParameter(nn.Parameter):
         flat = self.part.flat
         if flat is None or flat.param.grad is None:
             return
-        flat.unused.originals[self.part.number] = True
+        flat.unused.originals[self.part.number] = self.part.set_to_none = True
         if False not in flat.unused.originals:
             flat.param.grad = None
         else:

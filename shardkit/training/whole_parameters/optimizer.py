@@ -15,17 +15,19 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ...backend import Group, ReduceOp
-from ...checks import check_same_everywhere, option_facts, problems_of_ranks
+from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
+from ...fsdp.optimizer_check import agree_on_cleared
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_size
 from ...optimizer_state.kinds import check_same_state, check_state, is_elementwise, to_cpu
 from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import is_known_elementwise
-from ...optimizers.shards import copy_options, options_of
+from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
 from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import shards_of
@@ -95,6 +97,8 @@ class WholeParameters(Optimizer):
         self.defaults = dict(rules[0].defaults)
         self._groups = {f.group.ranks: f.group for f in shards_of(self._parts) if f.group.world_size > 1}
         self._check_agreement(rules)
+        self._names = {ranks: numbered(group, "WholeParameters") for ranks, group in self._groups.items()}
+        self._agreed = AgreedOptions()
         self._placing = Placing(self._parts, rules, cost)
         self._make_inners()
 
@@ -125,6 +129,30 @@ class WholeParameters(Optimizer):
         if problem is not None:
             raise problem
         self._options_from_inners()
+
+    def _agree(self, what: str) -> None:
+        """Tells the ranks what is about to be done by which optimizer: another one of theirs would answer."""
+        for ranks, group in self._groups.items():
+            group.channel("parameters").agree(f"{what} of {self._names[ranks]}")
+
+    def _before_step(self) -> None:
+        """Refuses options, or gradients, that one rank has changed: each owner would update with its own."""
+        flats = shards_of(self._parts)
+        for group in self._groups.values():
+            mine = [f for f in flats if f.group is group]
+            self._agreed.check(group, self.param_groups)
+            agree_on_cleared(
+                [listing for f in mine for listing in f.listings],
+                [f"parameter {p.name!r}" for p in self._parts if p.is_cleared and p.flat in mine],
+            )
+        self._agree("a step")
+
+    def _changed(self) -> None:
+        """Lets who keeps gathered values know that shards have others, which were written past their versions."""
+        for flat in shards_of(self._parts):
+            flat.unused.is_noted = False
+            if flat.trains:
+                increment_version(flat.versioned)
 
     # ------------------------------------------------------------ facts
     @property
@@ -167,6 +195,7 @@ class WholeParameters(Optimizer):
             **kwargs: passed to the ``step`` of the optimizers.
         """
         try:
+            self._before_step()
             self._options_to_inners()
             if closure is not None and self._evaluates:
                 loss = self._led_step(closure, kwargs)
@@ -195,6 +224,7 @@ class WholeParameters(Optimizer):
         for exchange in exchanges:
             exchange.take_back()
             exchange.forget()
+        self._changed()
 
     def _step_inners(self, kwargs: Kwargs, of_pieces: bool) -> None:
         for inner in self._placing.inners:
@@ -257,6 +287,7 @@ class WholeParameters(Optimizer):
         for exchange in self._placing.exchanges:
             exchange.send_back()
             exchange.take_back()
+        self._changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; every rank its part."""
@@ -285,6 +316,7 @@ class WholeParameters(Optimizer):
     @noting_errors
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
+        self._agree(mode)
         self._options_to_inners()
         self._to_owners(gradients=False)
         for optimizer in self.optimizers:
@@ -309,6 +341,7 @@ class WholeParameters(Optimizer):
                 continue
             copy_options(inner.optimizer.param_groups, [group])
             inner.show_state(state)
+        self._agreed.note(self.param_groups)
 
     @noting_errors
     def state_dict(self, recipient_rank: int = -1) -> StateDict:  # type: ignore[override]
@@ -320,6 +353,7 @@ class WholeParameters(Optimizer):
         Args:
             recipient_rank: the rank within the sharding group that wants it; others get no state. -1: all.
         """
+        self._agree("state_dict")
         self._options_to_inners()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -381,6 +415,7 @@ class WholeParameters(Optimizer):
 # the index counts parameters over all groups. What has one element for each of a piece's is put together; anything else
 # is a parameter's as it is.
 _AT_ONCE = 2**24  # elements of parameters whose state is sent together
+_STATE_DICT = "state_dict of WholeParameters"
 
 
 class PieceState(NamedTuple):
@@ -419,7 +454,7 @@ def collect(
         group = ranks.get(key)
         for some in buckets_by_size([p.shape.numel() for p in own], _AT_ONCE):
             sent = {own[k].name: mine[own[k].name] for k in some if own[k].name in mine}
-            everybody = [sent] if group is None else _gathered(group, sent, recipient)
+            everybody = [sent] if group is None else objects_of(group, sent, recipient, _STATE_DICT)
             for k in some if everybody is not None else ():
                 there = [e[own[k].name] for e in everybody or () if own[k].name in e]
                 if there:
@@ -431,15 +466,6 @@ def collect(
         for opts, g in zip(options, groups, strict=True)
     ]
     return {"state": dict(sorted(state.items())), "param_groups": packed}
-
-
-def _gathered(
-    group: Group, sent: dict[str, PieceState], recipient: int
-) -> list[dict[str, PieceState]] | None:
-    control = group.channel("control")
-    if recipient == -1:
-        return control.all_gather_object(sent, label="state_dict of WholeParameters")
-    return control.gather_object(sent, recipient, label="state_dict of WholeParameters")
 
 
 def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
@@ -492,11 +518,9 @@ def _options(
             {k: to_cpu(v) for k, v in opts.items()} if inner.optimizer is not None else None
             for opts, inner in zip(options, inners, strict=True)
         ]
-        everybody = group.channel("control").all_gather_object(mine, label="state_dict of WholeParameters")
-        for k in range(len(options)):
-            options[k] = next(
-                (found for found in (theirs[k] for theirs in everybody) if found is not None), options[k]
-            )
+        everybody = group.channel("control").all_gather_object(mine, label=_STATE_DICT)
+        for k, own in enumerate(options):
+            options[k] = next((found for e in everybody if (found := e[k]) is not None), own)
     return options
 
 

@@ -246,8 +246,6 @@ def _only_group(rule: Rule, parts: Sequence[Part]) -> Group:
 
 
 # ------------------------------------------------------------ rules, whether parameters are needed whole, and costs
-logger = logging.getLogger("shardkit")
-
 Which: TypeAlias = Callable[[str, nn.Parameter], bool] | str | Iterable[str]
 """Takes a name and what ``param_groups`` list; or names, names of modules, or patterns (``"layers.*.weight"``)."""
 
