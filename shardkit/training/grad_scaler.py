@@ -372,14 +372,10 @@ def _is_lazy(device: torch.device) -> bool:
         return False
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
-
-
 @torch.no_grad()
 def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Multiplies in place by ``inv_scale`` [], and sets ``found_inf`` [] to 1 if anything is inf or nan."""
-    for values in alike(map(_values, gradients)):
+    for values in alike(g._values() if g.is_sparse else g for g in gradients):
         device = values[0].device
         here = device == found_inf.device
         found = found_inf if here else torch.zeros_like(found_inf, device=device)
