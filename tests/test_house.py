@@ -12,7 +12,7 @@ LINES = 65_301  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_355,
-    "compat": 9_608,
+    "compat": 9_615,
     "shardkit": 2_360,  # the files right there
     "shardkit/checkpoint": 6_745,
     "shardkit/flattening": 880,

@@ -17,13 +17,16 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TypeVar
 
+import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 
 from shardkit import fsdp as ours
+from shardkit.backend import backend_of_job
 from shardkit.compat import install_in_children
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp.state import state_of
+from shardkit.torch_seams.dtensors import mesh_over
 from shardkit.types import AnyCallable, Kwargs, Tree
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
@@ -46,7 +49,12 @@ _HOMES = (
 
 @functools.wraps(_torchs["fully_shard"])
 def fully_shard(module: M, **arguments: Tree) -> M:
-    """Shards as :func:`shardkit.fully_shard` with ``dtensors=True``, whatever torch's arguments are."""
+    """Shards as :func:`shardkit.fully_shard` with ``dtensors=True``, whatever torch's arguments are.
+
+    Without ``mesh`` it is over all ranks, on the job's device, as in torch: accelerate's models are on the host before.
+    """
+    if arguments.get("mesh") is None and torch.distributed.is_initialized():
+        arguments["mesh"] = mesh_over(None, backend_of_job().device_type)
     return ours.fully_shard(module, dtensors=True, **arguments)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardkit import FSDP, fully_shard, sharding_of
+from shardkit import FSDP, sharding_of, torch_fsdp2
 from shardkit.backend import get_backend
 from shardkit.errors import OutOfStepError
 from tests.backends import cuda_programs as programs
@@ -69,10 +69,15 @@ def _sends_itself(rank: int) -> None:
     device = get_backend("late").device()
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-    model: Any = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)  # which is on the host, and goes to the mesh's device
+    model[0].register_buffer("steps", torch.zeros(1))
+    if rank > 0:
+        model[1].to("meta")
     aside = torch.Stream(device)
     for part in (*model, model):
-        fully_shard(part, mesh=init_device_mesh(device.type, (2,)))
+        torch_fsdp2.fully_shard(
+            part, **({"mesh": init_device_mesh(device.type, (2,))} if part is model[1] else {})
+        )
         part.set_custom_all_gather(Sent())
         part.set_custom_reduce_scatter(Sent())
         part.set_all_reduce_hook(lambda mean: mean.mul_(2), stream=aside)
@@ -88,6 +93,7 @@ def _sends_itself(rank: int) -> None:
         model.set_post_optim_event(event)
         for optimizer in optimizers:
             optimizer.zero_grad()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {device.type}
     with sharding_of(model).summon_full_params():
         for layer, truth in zip(model, plain, strict=True):
             torch.testing.assert_close(layer.weight.cpu(), truth.weight)

@@ -322,6 +322,26 @@ def test_loading_by_assignment(rank: int) -> None:
     if dist.get_world_size() == 2:
         _values_of_one_rank(rank, init_device_mesh("cpu", (2,)))
     _swapped(rank)
+    _tied_again(rank)
+
+
+def _tied_again(rank: int) -> None:
+    """As transformers ties weights once more when accelerate has loaded them, its tail being one unit."""
+    one = Model()
+    for is_tail in (False, True):
+        with torch.device("meta"):
+            model = Model()
+        fully_shard([model.head, model.again, model.tied] if is_tail else model.inner, dtensors=True)
+        fully_shard(model, dtensors=True)
+        model.load_state_dict(one.state_dict(), assign=True)
+        model.tied.weight = model.again.weight
+        for m in (model, one):
+            m.zero_grad()
+            m(_batch(0, 0).float()).square().mean().backward()
+        grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, one)]
+        torch.testing.assert_close(whole(grads[0]), grads[1])
+        with pytest.raises(ConfigurationError, match="'weight' is put into"):
+            model.tied.weight = model.inner[0].weight
 
 
 def _replaced(rank: int) -> None:
