@@ -33,12 +33,13 @@ from shardkit import (
     hybrid_groups,
     sharding_of,
 )
+from shardkit.backend import seed_host
 from shardkit.backends.simulated import SimulatedBackend
 from shardkit.checkpoint.tools import compare, open_checkpoint
 from shardkit.errors import RankFailedError
 from shardkit.reduction.shard_gradients import clip_by_global_norm
 from shardkit.tools.rehearsal import rehearse
-from shardkit.training.data import GlobalBatchSampler, seed_generators
+from shardkit.training.data import GlobalBatchSampler
 from shardkit.wrapping.activations import checkpoint_wrapper
 from tests.fsdp_models import WIDTH, Adapted, Recurrent, Tied
 from tests.pools import on_ranks, rank_pool, run_once
@@ -111,7 +112,7 @@ class Run:
     """A model and its optimizer under a strategy."""
 
     def __init__(self, family: str, strategy: str, optimizer: str = "adamw", **policy: Any) -> None:
-        seed_generators(5)
+        seed_host(5)
         inner = FAMILIES[family]()
         reduce = ReducePolicy(**{"order": "fixed", "microbatches": K, **policy})
         where: Any = {}
