@@ -38,7 +38,7 @@ from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout, in_runs
 from ..optimizers.shards import are_registered, listing_of
-from ..policy import Compression, ReshardPolicy
+from ..policy import Compression
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
@@ -50,6 +50,7 @@ from .masters import Mirrored, notice_scaling
 from .optimizer_check import first_steps, step_locally, watch_steps
 from .originals import (
     ORDER,
+    AnnotatedParameter,
     OriginalParameter,
     Place,
     SplitParameter,
@@ -220,7 +221,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
         _make_room(state, below)
     ignored = set(map(id, state.ignored.parameters))
     by_param: dict[int, OriginalParameter] = {}
-    are_plain = options.reshard.frozen != "packed"
+    are_plain = options.reshard.frozen != "packed" and options.whole_mesh is None
     for path, m in found.modules:
         for name, p in m._parameters.items():
             if p is None or id(p) in ignored:
@@ -234,7 +235,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.borrowed.append((p, place))
             else:
                 is_plain = are_plain and type(p) is nn.Parameter
-                kind = OriginalParameter if is_plain else _kind_of(p, options.reshard)
+                kind = OriginalParameter if is_plain else _kind_of(p, full, options)
                 by_param[id(p)] = original = kind(p, place, homes[m])
                 original.name, original.position = full, len(found.originals)
                 found.originals.append(original)
@@ -262,11 +263,16 @@ def _make_room(state: ShardingState, below: ShardingState) -> None:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + _CALLS_OF_A_UNIT * state.nesting))
 
 
-def _kind_of(param: nn.Parameter, reshard: ReshardPolicy) -> Callable[[Tree, Place, int], OriginalParameter]:
+def _kind_of(
+    param: nn.Parameter, name: str, options: Options
+) -> Callable[[Tree, Place, int], OriginalParameter]:
+    reshard, whole = options.reshard, options.whole_mesh
     if reshard.frozen == "packed" and is_packable(param):
         return functools.partial(PackedWeight, packing=reshard.packing)
     if is_dtensor(param):
-        return SplitParameter
+        return functools.partial(SplitParameter, whole=whole)
+    if whole is not None and (noted := whole.annotation(name, param)) is not None:
+        return functools.partial(AnnotatedParameter, noted=noted)
     return ExtendedParameter if is_extended(param) else OriginalParameter
 
 
@@ -361,7 +367,11 @@ def _facts(units: Sequence[Found]) -> Facts:
             p: Tree = original.param
             shape = "no shape yet" if original.is_lazy else tuple(original.shape)
             kind = "trainable" if p.requires_grad else "frozen"
-            cut = (str(p.placements),) if original.mesh is not None else ()
+            cut = (
+                (str(original.within.placements),)
+                if isinstance(original, SplitParameter) and original.within
+                else ()
+            )
             along = (f"cut along dimension {original.dim}",) if original.dim else ()
             facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along)))
         o = found.state.options
@@ -610,8 +620,8 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
         apart = [o for o in found.originals if o.is_apart]
         refuse_split(apart, "offloading", "Leave offload out")
     for original in found.originals:
-        if isinstance(original, SplitParameter):
-            check_within(original.name, original.param, mesh, original.dim)
+        if isinstance(original, SplitParameter) and original.within is not None:
+            check_within(original.name, original.within, mesh, original.dim)
         if original.dim:
             _check_dimension(found, original)
         if original.is_apart and mesh.ndim > 1 and mesh.mesh_dim_names is None:

@@ -90,9 +90,11 @@ from ..torch_seams.hooks import (
     current_backward,
     frame_of_backward,
     in_compiled_autograd,
+    is_noted_by_checkpoint,
     moments,
     surrounding_checkpoint,
     tensors_in,
+    unnoted,
 )
 from ..wrapping.saved_on_host import Activations
 from .common_order import CommonOrder
@@ -448,6 +450,9 @@ class Engine:
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
         """Gathers a unit for its forward on ``inputs``, and asks for the next one."""
+        if torch._C._len_torch_dispatch_stack() and is_noted_by_checkpoint():
+            with unnoted():
+                return self.before_forward(unit, inputs)
         if self.is_lazy:
             self.after = tensors_in(inputs)
         self.forwards += 1

@@ -195,7 +195,8 @@ class RegisteredShard:
         """Whether a rank before this one has the same part."""
         mesh = mesh_of(self.flat.originals)
         at = () if mesh is None else mesh.get_coordinate() or ()
-        cut = [placement.is_shard() for placement in getattr(self.original.param, "placements", ())]
+        within = self.original.within if isinstance(self.original, SplitParameter) else None
+        cut = [placement.is_shard() for placement in (() if within is None else within.placements)]
         is_repeated = any(rank and not is_cut for rank, is_cut in zip_longest(at, cut))
         return is_repeated or (self.layout.copies and self.group.rank > 0)
 
@@ -220,7 +221,7 @@ class RegisteredShards:
         for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
             spec = None
             if mesh is not None:
-                within = original.param._spec if isinstance(original, SplitParameter) else None
+                within = original.within if isinstance(original, SplitParameter) else None
                 dtensor = part_here(shard, mesh, original.shape, within, original.dim)
                 spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
             self.each.append(RegisteredShard(flat, number, one, shard, spec))

@@ -35,7 +35,7 @@ from .forward import (
 )
 from .originals import check_asker
 from .own_forms import is_extended
-from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, units_in
+from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of, units_in
 from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place
 from .torch_words import (
@@ -114,7 +114,7 @@ def fully_shard(
     if dtensors and len(given) > 1:  # of modules that lie in others these
         inside = {id(m) for other in given for m in other.modules() if m is not other}
         modules = [m for m in given if id(m) not in inside]
-    mesh = mesh if words.dp_mesh_dims is None else words.mesh(mesh)
+    whole_mesh, mesh = words.whole_mesh(mesh), words.mesh(mesh)
     casts = words.casts_inputs
     if mesh is not None:
         group, replicas = shards_and_replicas_of(mesh, group, replicas)
@@ -132,13 +132,20 @@ def fully_shard(
         layout=EachAlone(AlignedLayout("rows"), True) if dtensors else RowsLayout(align),
         dtensors=dtensors,
         mesh=mesh,
+        whole_mesh=whole_mesh,
         casts_inputs=casts,
         casts_root_inputs=casts,
         placement=words.shard_placement_fn,
     )
     _check(given, units, dtensors)
+    companions: list[ShardingState] = []
+    for members, other, said in words.on_other_meshes(modules, mesh) if dtensors else ():
+        fully_shard(members, mesh=other, sync_module_states=sync_module_states, **said)
+        companions += [state for m in members if (state := state_of(m)) is not None]
     ignored = Ignored(parameters=set(words.ignored_params or ()))
     states = [ShardingState(each, each, options, ignored) for each in modules]
+    for state in states:
+        state.companions = companions
     for home, state in enumerate(states if dtensors and len(states) > 1 else ()):
         state.mates, state.home = states, home
     shard(states)

@@ -33,7 +33,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError, LifecycleError
-from ..torch_seams.dtensors import as_parameter, is_dtensor, like_dtensor
+from ..torch_seams.dtensors import (
+    Annotation,
+    WholeMesh,
+    as_parameter,
+    is_dtensor,
+    laid_out,
+    like_dtensor,
+    without_data,
+)
 from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
@@ -41,6 +49,7 @@ from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from .flat_param import FlatParam
     from .store import Store
@@ -208,14 +217,24 @@ class OriginalParameter:
 
 
 class SplitParameter(OriginalParameter):
-    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter."""
+    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter.
+
+    Attributes:
+        within: how all of it is cut along the dimensions of its mesh that are not for data, if it has such.
+    """
 
     beside = "is cut over further ranks by tensor parallelism"
     param: Any
+    within: DTensorSpec | None
 
-    def __init__(self, param: DTensor, place: Place, home: int = 0) -> None:
+    def __init__(self, param: DTensor, place: Place, home: int = 0, whole: WholeMesh | None = None) -> None:
         self.param, self.places, self.home = param, [place], home
-        self.shape, self.mesh = param._local_tensor.shape, param.device_mesh
+        self.shape = param._local_tensor.shape
+        names = param.device_mesh.mesh_dim_names or () if whole is not None else ()
+        # dimensions of its mesh that are for data
+        self._data = [dim for dim, name in enumerate(names) if whole is not None and name in whole.data]
+        self.within = without_data(param, self._data)
+        self.mesh = None if self.within is None else self.within.mesh
         self.kind: type[torch.Tensor] = type(param)
         self.released, self.of_shard = (without_values(k, param) for k in (ReleasedParameter, ViewOfShard))
 
@@ -239,10 +258,35 @@ class SplitParameter(OriginalParameter):
     @torch.no_grad()
     def local_gradient(self, gradient: DTensor) -> torch.Tensor:
         """Takes what of a gradient belongs to values here, with the sums that tensor parallelism owes (collective)."""
-        placements = self.param.placements
-        if gradient.placements != placements:
-            gradient = gradient.redistribute(placements=placements)
+        # over data they are summed with all others
+        wanted = [
+            gradient.placements[dim] if dim in self._data else placement
+            for dim, placement in enumerate(self.param.placements)
+        ]
+        if list(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
         return gradient.to_local()
+
+
+class AnnotatedParameter(SplitParameter):
+    """One that tensor parallelism has cut, and that modules compute with as a plain tensor; see :class:`WholeMesh`."""
+
+    within: DTensorSpec
+
+    def __init__(self, param: Tree, place: Place, home: int, noted: Annotation) -> None:
+        OriginalParameter.__init__(self, param, place, home)
+        (self.within, self._owed), self.mesh = noted, noted.within.mesh
+
+    values = OriginalParameter.values
+    assign = OriginalParameter.assign
+    replace = OriginalParameter.replace
+
+    @torch.no_grad()
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._owed == self.within.placements:
+            return gradient
+        owed = laid_out(gradient, self.within.mesh, self._owed, self.within.shape)
+        return owed.redistribute(placements=self.within.placements).to_local()
 
 
 ORDER = "_written_parameters"  # an attribute, so that copies and pickles of the module have it

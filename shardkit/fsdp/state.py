@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..flattening.wrapper import FlattenParamsWrapper
+    from ..torch_seams.dtensors import WholeMesh
 
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -68,6 +69,7 @@ class Options:
     Attributes:
         dtensors: modules list DTensors, over this mesh if there is one.
         layout: cuts parameters of given shapes among so many ranks.
+        whole_mesh: of which that mesh is the part for data.
         placement: says along which dimension a parameter is cut, as torch's ``shard_placement_fn``.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
@@ -91,6 +93,7 @@ class Options:
     backend: str | Backend | None = None
     dtensors: bool = False
     mesh: DeviceMesh | None = None
+    whole_mesh: WholeMesh | None = None
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = AlignedLayout(None)
     placement: Callable[[nn.Parameter], object] | None = None
     state_dict_device: torch.device | None = None
@@ -133,6 +136,7 @@ class ShardingState:
         flats: its flat parameters; of several modules that are one unit, the unit's.
         mates: the states of all of these, in order; none where it is alone.
         home: its place among these; see :class:`~.originals.OriginalParameter`.
+        companions: those of modules inside whose parameters have a mesh of their own, and are the module's to torch.
         shared_paths: where weights of the module are used a second time, as (first path, other path).
         nesting: how many units lie one inside another here.
         group: ranks among which it is sharded.
@@ -162,6 +166,7 @@ class ShardingState:
         self.ignored = ignored or Ignored()
         self.flats: list[FlatParam] = []
         self.mates: list[ShardingState] = []
+        self.companions: list[ShardingState] = []
         self.home = 0
         self.shared_paths: list[tuple[str, str]] = []
         self.nesting = 1
@@ -187,7 +192,9 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(self.options, group=None, replicas=None, mesh=None, placement=None)
+        copied["options"] = replace(
+            self.options, group=None, replicas=None, mesh=None, whole_mesh=None, placement=None
+        )
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 

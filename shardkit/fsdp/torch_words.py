@@ -27,11 +27,12 @@ from ..errors import ConfigurationError
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
+from ..torch_seams.dtensors import WholeMesh
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
 from .forward import become_root, call_method, cast_inputs, run_gathered
 from .gradients import Comm, Hook
-from .state import ShardingState, enter_summon, exit_summon, state_of
+from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,15 @@ class TorchsWords(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
+    def whole_mesh(self, given: DeviceMesh | None) -> WholeMesh | None:
+        """Returns the mesh that was passed, where some of its dimensions are said to be for data."""
+        dims = self.dp_mesh_dims
+        return (
+            None
+            if dims is None or given is None
+            else WholeMesh(given, _names(dims.replicate) + _names(dims.shard))
+        )
+
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
         """Takes the dimensions of the whole mesh that are for data: replicas first."""
         dims = self.dp_mesh_dims
@@ -82,6 +92,49 @@ class TorchsWords(NamedTuple):
 
         parts = [given[names]._flatten("_".join(names)) for names in (replicate, shard) if names]
         return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+    def on_other_meshes(
+        self, modules: Sequence[nn.Module], mesh: DeviceMesh | None
+    ) -> list[tuple[list[nn.Module], DeviceMesh, TorchsArguments]]:
+        """Lists modules inside whose parameters ``shard_placement_fn`` puts on other meshes, and how to shard them.
+
+        Raises:
+            ConfigurationError: parameters in one of these modules are to be over several meshes.
+        """
+        if self.shard_placement_fn is None:
+            return []
+        infos, meshes_of = dict[Tree, Tree](), dict[nn.Module, list[Tree]]()
+        for m in (m for each in modules for _, m in modules_outside_units(each)):
+            own = [
+                p for p in m._parameters.values() if p is not None and p not in (self.ignored_params or ())
+            ]
+            chosen = [getattr(self.shard_placement_fn(p), "mesh_info", None) for p in own]
+            infos.update((info.mesh, info) for info in chosen if info is not None)
+            meshes_of[m] = [mesh if info is None else info.mesh for info in chosen]
+        found: dict[Tree, list[nn.Module]] = {}
+        for m, meshes in meshes_of.items():
+            if m in modules or all(other == mesh for other in meshes):
+                continue
+            below = {other for _, inside in modules_outside_units(m) for other in meshes_of[inside]}
+            if len(below) > 1:
+                raise ConfigurationError(
+                    f"shard_placement_fn gives parameters in a {type(m).__name__} the meshes {below}: those that are "
+                    "not over the call's mesh have to lie in modules of their own, which become units"
+                )
+            found.setdefault(meshes[0], []).append(m)
+        return [(members, *self._said_of(infos[other])) for other, members in found.items()]
+
+    def _said_of(self, info: Tree) -> tuple[DeviceMesh, TorchsArguments]:
+        """Returns the mesh and words for parameters that have this ``mesh_info``, inside of what casts for them."""
+        said: TorchsArguments = {"dp_mesh_dims": getattr(info, "dp_mesh_dims", None)}
+        choose = cast("Callable[[nn.Parameter], Tree]", self.shard_placement_fn)
+        said["shard_placement_fn"] = lambda p: choose(p).placement
+        if self.mp_policy is not None:
+            said["mp_policy"] = replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
+        said["reshard_after_forward"] = self.reshard_after_forward
+        said["offload_policy"] = self.offload_policy
+        said["ignored_params"] = self.ignored_params
+        return getattr(info, "spmd_mesh", None) or info.mesh, said
 
     @property
     def casts_inputs(self) -> bool:
@@ -209,7 +262,7 @@ class TorchsMethods:
 
     def _states(self, recurse: bool) -> list[ShardingState]:
         wake(self._state)
-        return self._state.states() if recurse else [self._state]
+        return self._state.states() if recurse else [self._state, *self._state.companions]
 
     # ------------------------------------------------------------ values between steps
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -218,18 +271,18 @@ class TorchsMethods:
         Changes to them are lost; ``summon_full_params`` keeps them. Inside of forward and backward, where the next unit
         is gathered anyway, it does nothing.
         """
-        state = self._state
-        wake(state)
-        engine = state.engine
-        if state.summoned is None and (engine is None or engine.forwards == 0):
-            enter_summon(state, writeback=False, purpose="unshard")
+        for state in self._states(recurse=False):
+            engine = state.engine
+            if state.summoned is None and (engine is None or engine.forwards == 0):
+                enter_summon(state, writeback=False, purpose="unshard")
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Ends :meth:`unshard`; gives back frozen values that are kept. What forward has gathered goes by itself."""
-        exit_summon(self._state, "unshard")
-        if not self._state.unit.is_held:
-            self._state.unit.give_back_frozen()
+        for state in self._states(recurse=False):
+            exit_summon(state, "unshard")
+            if not state.unit.is_held:
+                state.unit.give_back_frozen()
 
     # ------------------------------------------------------------ gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -244,10 +297,10 @@ class TorchsMethods:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of gradients over ranks (replicas included) by this, in place of their number."""
-        state = self._state
-        before = min(state.divisors[0], factor)
-        copies = 1 if state.replicas is None else state.replicas.world_size
-        state.unit.divide(before, factor / (before * copies))
+        for state in self._states(recurse=False):
+            before = min(state.divisors[0], factor)
+            copies = 1 if state.replicas is None else state.replicas.world_size
+            state.unit.divide(before, factor / (before * copies))
 
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

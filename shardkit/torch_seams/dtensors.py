@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, SupportsIndex, TypeGuard, cast
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
         if isinstance(dim := getattr(placement, "dim", None), int):
             rank, chunks = mesh.get_local_rank(at), local.chunk(mesh.size(at), dim)
             local = chunks[rank] if rank < len(chunks) else local.narrow(dim, 0, 0)
-    return _laid_out(local.clone(), mesh, placements, full.shape)
+    return laid_out(local.clone(), mesh, placements, full.shape)
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -153,12 +153,12 @@ def part_here(
         sizes[dim] = max(0, min(most, shape[dim] - rank * most))
     local = like.new_empty(()).expand(sizes)
     if within is None:
-        return _laid_out(local, mesh, placements, shape)
+        return laid_out(local, mesh, placements, shape)
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if shape and within.num_shards_map[dim] > 1:
         placements[-1] = _StridedShard(dim, split_factor=within.num_shards_map[dim])
-    return _laid_out(local, joined(mesh, within.mesh), [*placements, *within.placements], within.shape)
+    return laid_out(local, joined(mesh, within.mesh), [*placements, *within.placements], within.shape)
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -208,19 +208,20 @@ def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMes
     )
 
 
-def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> None:
+def check_within(name: str, within: DTensorSpec, mesh: DeviceMesh, dim: int = 0) -> None:
     """Raises ConfigurationError for a DTensor whose rows can't be divided over a mesh.
 
     Args:
         name: of the parameter.
+        within: how it is cut.
         mesh: divides the local tensor along its last dimension.
         dim: of the local tensor, that is divided.
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    joined(mesh, param.device_mesh)
-    placements, rows = param.placements, param.shape[dim] if param.dim() else 1
-    parts = param._spec.num_shards_map[dim] if param.dim() else 1
+    joined(mesh, within.mesh)
+    placements, rows = within.placements, within.shape[dim] if within.shape else 1
+    parts = within.num_shards_map[dim] if within.shape else 1
     is_uneven = parts > 1 and rows % (parts * mesh.size(mesh.ndim - 1)) > 0  # older torch mixes rows of these
     is_mixed = is_uneven and issubclass(_StridedShard, Shard)
     if is_mixed or any(p.is_partial() or isinstance(p, _StridedShard) for p in placements):
@@ -229,6 +230,73 @@ def check_within(name: str, param: DTensor, mesh: DeviceMesh, dim: int = 0) -> N
             f"put its parts together once {mesh} divides them. Cut it by Shard or replicate it; where torch is older "
             "than 2.10, all ranks have to divide its rows"
         )
+
+
+class Annotation(NamedTuple):
+    """Says how a plain tensor is a part of a whole one, along the dimensions of a mesh that are not for data."""
+
+    within: DTensorSpec
+    owed: tuple[Placement, ...]  # of its gradient, as autograd makes it
+
+
+class WholeMesh(NamedTuple):
+    """A mesh over which parameters are laid out, data included; torch's ``dp_mesh_dims`` names its dimensions for data.
+
+    Parameters are DTensors over it, replicated along those; or plain tensors, of which the package spmd_types has noted
+    what they are along the others.
+    """
+
+    mesh: DeviceMesh
+    data: tuple[str, ...]
+
+    def annotation(self, name: str, param: torch.Tensor) -> Annotation | None:
+        """Returns what is noted of a plain parameter; None where nothing is, or where all dimensions are for data.
+
+        Raises:
+            ConfigurationError: it is not the same along those for data, or a dimension is missing.
+        """
+        spmd: Tree = sys.modules.get("spmd_types")
+        names = enumerate(self.mesh.mesh_dim_names or ())
+        rest = tuple(n for dim, n in names if n not in self.data and self.mesh.size(dim) > 1)
+        noted = {} if spmd is None or not rest else dict(spmd.get_local_type(param))
+        if not noted:
+            return None
+        if (cut := spmd.get_partition_spec(param)) is not None:
+            noted.update(spmd.types.partition_spec_to_shard_types(cut))
+        types = [noted.pop(spmd.MeshAxis.of(self.mesh.get_group(n)), None) for n in rest]
+        if None in types or any(kind is not spmd.R for kind in noted.values()):
+            raise ConfigurationError(
+                f"what spmd_types notes of parameter {name!r} is {spmd.get_local_type(param)}: of each of the "
+                f"dimensions {rest} of {self.mesh}, which are not for data, it has to note something; of others R"
+            )
+        placements = [spmd.spmd_type_to_dtensor_placement(kind) for kind in types]
+        owed = tuple(spmd.spmd_type_to_dtensor_placement(kind.backward_type()) for kind in types)
+        from torch.distributed.tensor import DTensor
+
+        whole = DTensor.from_local(param.detach(), self.mesh[rest], placements, run_check=False)
+        return Annotation(whole._spec, owed)
+
+
+def without_data(param: DTensor, data: Sequence[int]) -> DTensorSpec | None:
+    """Returns how a DTensor is cut along the dimensions of its mesh that are not among these; None: along none.
+
+    Raises:
+        ConfigurationError: it is cut along one of these.
+    """
+    mesh, placements = param.device_mesh, param.placements
+    if not data:
+        return param._spec
+    if not all(placements[dim].is_replicate() for dim in data):
+        raise ConfigurationError(
+            f"a parameter is a DTensor over {mesh} with {placements}; along dimensions for data it has to be replicated"
+        )
+    rest = [dim for dim in range(mesh.ndim) if dim not in data]
+    if not rest:
+        return None
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    part = mesh[tuple((mesh.mesh_dim_names or ())[dim] for dim in rest)]
+    return DTensorSpec(part, tuple(placements[dim] for dim in rest), tensor_meta=param._spec.tensor_meta)
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -294,7 +362,7 @@ def of_dtensors(kind: type, dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
     """Returns a DTensor over this memory, which is laid out as another's, in a dtype of its own."""
-    return _laid_out(local, other.device_mesh, other.placements, other.shape)
+    return laid_out(local, other.device_mesh, other.placements, other.shape)
 
 
 def _rows(mesh: DeviceMesh, shape: torch.Size, dim: int = 0) -> list[Placement]:
@@ -303,9 +371,10 @@ def _rows(mesh: DeviceMesh, shape: torch.Size, dim: int = 0) -> list[Placement]:
     return [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim) if shape else Replicate()]
 
 
-def _laid_out(
+def laid_out(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size
 ) -> DTensor:
+    """Returns a DTensor of this shape whose part here this is."""
     from torch.distributed.tensor import DTensor
 
     strides = torch.empty(shape, device="meta").stride()

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -357,6 +358,26 @@ def surrounding_checkpoint() -> object:
             outermost = frame
         frame = frame.f_back  # type: ignore[assignment]
     return outermost
+
+
+def is_noted_by_checkpoint() -> bool:
+    """Says whether a selective activation checkpoint notes the operations that run now, or gives what it has kept."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+
+
+@contextlib.contextmanager
+def unnoted() -> Iterator[None]:
+    """Runs what is no part of a computation: a selective checkpoint counts operations, and those of a gather differ."""
+    modes = []
+    while is_noted_by_checkpoint():
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @not_compiled

@@ -11,8 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from shardkit.torch_fsdp2 import fully_shard
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:  # before torch 2.12
+    FSDPMeshInfo = ShardPlacementResult = None  # type: ignore[assignment, misc]
 from tests.beside import whole
 from tests.pools import on_ranks
 
@@ -49,13 +55,26 @@ class Experts(nn.Module):
         return y if self.ranks is None else collectives.all_reduce(y, group=group)[mine]
 
 
+_seen = set[str]()
+
+
+def _keeping() -> Any:
+    """Recomputes all; gathers are no part of it, which the contexts count in forward and in backward."""
+    return create_selective_checkpoint_contexts(lambda _, op, *__, **___: _seen.add(op.name()))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
-        self.experts = Experts()
+        self.experts, self.recomputes = Experts(), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes:
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=_keeping)  # type: ignore[no-any-return]
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         return x + self.experts(y, self.gate(y).softmax(-1))  # type: ignore[no-any-return]
 
@@ -73,17 +92,28 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _parallel(model: Net, world: DeviceMesh, shard: Callable[..., Any]) -> Any:
-    """As a strategy that is registered for a model: it gets the model and the mesh, and returns it sharded."""
+def _parallel(model: Net, world: DeviceMesh, shard: Callable[..., Any], apart: bool) -> Any:
+    """As a strategy that is registered for a model: it gets the model and the mesh, and returns it sharded.
+
+    Args:
+        apart: experts are sharded by a call of their own; else that of the block says where they lie.
+    """
     data: Any = world["edp", "ep"]._flatten("dp")
     for block in model.blocks:
         experts: Any = block.experts
         experts.ranks = world["ep"]
         for name, p in list(experts.named_parameters()):
             setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), world["ep"], [Shard(0)])))
-        shard(experts, mesh=world["edp"], shard_placement_fn=lambda p: Shard(1))
-        experts.set_gradient_divide_factor(data.size())
-        shard(block, mesh=data)
+        if apart:
+            shard(experts, mesh=world["edp"], shard_placement_fn=lambda p: Shard(1))
+            experts.set_gradient_divide_factor(data.size())
+            shard(block, mesh=data)
+        else:
+            there = ShardPlacementResult(Shard(1), FSDPMeshInfo(world["edp"], shard_mesh_dim=0))
+            mine = dict.fromkeys(experts.parameters(), there)
+            shard(block, mesh=data, shard_placement_fn=mine.get)
+            block.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            block.set_gradient_divide_factor(data.size())  # type: ignore[operator]
     return shard(model, mesh=data)
 
 
@@ -125,7 +155,12 @@ def _train(model: Any, parts: Iterable[int], count: int) -> list[float]:
 def test_experts_beside_fsdp2_and_one_process(rank: int) -> None:
     world, one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), Net()
     truth = _train(one, range(4), 4)
-    for shard in (fully_shard, fsdp2):
-        model = _parallel(Net(), world, shard)
+    has_meshes = ShardPlacementResult is not None
+    ways = [(fully_shard, True), (fsdp2, not has_meshes), *([(fully_shard, False)] if has_meshes else [])]
+    for shard, apart in ways:
+        model = _parallel(Net(), world, shard, apart)
+        for block in model.blocks:
+            block.recomputes = shard is fully_shard
         torch.testing.assert_close(_train(model, [rank], 1), truth, rtol=1e-6, atol=1e-8)
+        assert {name for name in _seen if "c10d" in name} <= {"c10d::allreduce_"}
         torch.testing.assert_close(whole(dict(model.named_parameters())), dict(one.named_parameters()))

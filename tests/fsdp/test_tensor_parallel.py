@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -30,6 +30,11 @@ from shardkit import PrecisionPolicy, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.beside import SGD, train_parts, whole
 from tests.pools import on_ranks
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims as Dims
+except ImportError:  # before torch 2.12
+    Dims = None  # type: ignore[assignment, misc]
 
 UNEVEN = not issubclass(_StridedShard, Shard)  # this torch puts such parts together as they were
 
@@ -83,6 +88,27 @@ def _sharded(hidden: int, mesh: DeviceMesh, by: Any, head: bool = True, **option
     return model
 
 
+CUTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+
+
+def _on_whole_mesh(hidden: int, mesh: DeviceMesh, by: Any) -> Net:
+    """All are DTensors over all of the mesh, inputs and outputs too; sums over data are right as they are."""
+    model, rest = Net(hidden), [Replicate()] * (mesh.ndim - 1)
+    for name, p in list(model.named_parameters()):
+        where, _, leaf = name.rpartition(".")
+        cut = next((cut for end, cut in CUTS.items() if name.endswith(end)), Replicate())
+        over = nn.Parameter(distribute_tensor(p.detach(), mesh, [*rest, cut]))
+        setattr(model.get_submodule(where), leaf, over)
+    for part in (*model.blocks, model):
+        by(part, mesh=mesh, dp_mesh_dims=Dims("dp", "hsdp" if mesh.ndim > 2 else None))
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+    data = [Shard(0)] * (mesh.ndim - 1)
+    over_all = lambda _, args: DTensor.from_local(args[0].flatten(0, 1), mesh, [*data, Replicate()])  # noqa: E731
+    model.register_forward_pre_hook(over_all)
+    return model
+
+
 def _mesh(*sizes: int) -> DeviceMesh:
     return init_device_mesh(
         "cpu", sizes, mesh_dim_names=("dp", "tp") if len(sizes) == 2 else ("hsdp", "dp", "tp")
@@ -108,10 +134,10 @@ def _same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(whole(dict(found)), whole(dict(wanted)), rtol=1e-4, atol=1e-6)
 
 
-def _beside(rank: int, mesh: DeviceMesh, hidden: int, **options: Any) -> Net:
+def _beside(rank: int, mesh: DeviceMesh, hidden: int, sharded: Any = _sharded, **options: Any) -> Net:
     """Trains in both libraries; the parts, their gradients and norms are FSDP2's, and the whole that of one process."""
     parts, part = mesh.size() // mesh["tp"].size(), rank // mesh["tp"].size()
-    ours, theirs = (_sharded(hidden, mesh, by, **options) for by in (fully_shard, fsdp2))
+    ours, theirs = (sharded(hidden, mesh, by, **options) for by in (fully_shard, fsdp2))
     norms = [train_parts(m, _adam(m), [part], _batch, range(3)) for m in (ours, theirs)]
     one, _, wanted = _alone(hidden, parts, range(3))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
@@ -144,6 +170,8 @@ def test_training_beside_fsdp2_and_one_process(rank: int) -> None:
     with pytest.raises(LifecycleError, match=r"blocks\.0\.up\.weight"):
         weight + 1  # a DTensor that has no values now
     assert (whole(model.state_dict())["blocks.0.up.weight"] == 2).all()
+    if Dims is not None:
+        _beside(rank, mesh, 8, _on_whole_mesh)
     for shape, hidden in (((2, 2), 10), ((1, 2, 2), 2)):  # rows of 5 in two, and 1 in two
         if UNEVEN:
             _beside(rank, _mesh(*shape), hidden)

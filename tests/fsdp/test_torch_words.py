@@ -375,7 +375,7 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
             {"shard_placement_fn": lambda p: Shard(1 - p.ndim)},
             r"Shard\(1\) for 'layers.0.2.weight': .* uneven",
         ),
-        ({"shard_placement_fn": lambda p: elsewhere}, r"it has another mesh"),
+        ({"shard_placement_fn": lambda p: elsewhere if p.ndim == 1 else None}, "in modules of their own"),
         ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
         ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
         ({"dtensors": True}, "containers that do not implement forward"),
