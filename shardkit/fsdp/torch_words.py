@@ -437,26 +437,10 @@ class TorchsMethods:
             state.is_computing = False
 
 
-_OWN = (
-    "unshard",
-    "reshard",
-    "set_requires_gradient_sync",
-    "set_reshard_after_forward",
-    "set_reshard_after_backward",
-    "set_gradient_divide_factor",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_all_reduce_hook",
-    "set_post_optim_event",
-    "set_manual_backward_finalization",
-    "finalize_backward",
-    "set_keep_unsharded_storage",
-    "reset_iter_state",
-)
+_NOT_TORCHS = ("install", "call", "call_where_needed")
 # Those of torch's FSDPModule, by name.
 METHODS: dict[str, AnyCallable] = {
-    **{name: vars(TorchsMethods)[name] for name in _OWN},
+    **{n: f for n, f in vars(TorchsMethods).items() if n[0] != "_" and n not in _NOT_TORCHS},
     "set_reduce_scatter_divide_factor": TorchsMethods.set_gradient_divide_factor,
     **dict.fromkeys(_NEEDLESS, TorchsMethods._needless),
 }
