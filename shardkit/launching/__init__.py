@@ -98,7 +98,6 @@ def _run_as_started_rank(
     started: StartedRank,
     start_timeout: float | None,
 ) -> list[T]:
-    """Runs one of the ranks that another program started."""
     if started.world_size != world_size:
         how = f"torchrun --nproc-per-node={world_size}" if started.is_elastic else "other numbers there"
         raise ConfigurationError(
@@ -122,7 +121,6 @@ def _run_as_started_rank(
 
 
 def _meet(backend: Backend, started: StartedRank, start_timeout: float | None) -> None:
-    """Makes the process group."""
     if started.is_elastic:
         # The agent's store outlives process groups: what an earlier launch's group wrote there would be taken for this
         # one's, and ranks would look for each other at addresses that are gone.

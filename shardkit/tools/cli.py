@@ -55,6 +55,18 @@ _DTYPES = {
     "float": "float32",
     "fp64": "float64",
 }
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    """Finds a dtype by its name in torch, or a short one."""
+    import torch
+
+    dtype = None if name is None else getattr(torch, _DTYPES.get(name, name), None)
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"{option} {name}: torch has no such dtype; try bf16")
+    return dtype
+
+
 _OF_CONVERSION = ("to", "ranks", "max_shard_size", "model_only", "overwrite", "files_from")
 
 
@@ -167,17 +179,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    import torch
-
     from shardkit.checkpoint.tools import Conversion, convert, reporting
 
-    dtype = None
-    if options.dtype is not None:
-        dtype = getattr(torch, _DTYPES.get(options.dtype, options.dtype), None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigurationError(
-                f"--dtype {options.dtype}: that is no floating point dtype of torch; try bf16"
-            )
+    dtype = _dtype("--dtype", options.dtype)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigurationError(f"--dtype {options.dtype}: that is no floating point dtype; try bf16")
     given = {name: value for name, value in vars(options).items() if name in _OF_CONVERSION}
     how = Conversion(
         **given, dtype=dtype, buffers=tuple(options.buffer), tied=tuple(map(_pair, options.tied))
@@ -227,7 +233,6 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """Prints the report, on rank 0."""
     from shardkit.tools.doctor import as_data, as_text, examine
 
     report = examine(options.ranks)
@@ -295,7 +300,6 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Prints estimates."""
     from shardkit.tools import estimate as estimating
     from shardkit.tools.estimate import report
 
@@ -339,15 +343,6 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.plot:
         report.plot(subject, found, options.plot, memory)
     return 0
-
-
-def _dtype(option: str, name: str | None) -> torch.dtype | None:
-    import torch
-
-    dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"{option} {name}: torch has no such dtype")
-    return dtype
 
 
 def _adapted(subject: Subject, options: argparse.Namespace) -> Subject:
@@ -408,7 +403,6 @@ def _migrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _migrate(options: argparse.Namespace) -> int:
-    """Rewrites, or shows what would be."""
     from shardkit.tools import migration
 
     dry = options.diff or options.check
@@ -732,12 +726,12 @@ def _option(text: str) -> tuple[str, object]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         pass
-    import torch
-
-    dtype = getattr(torch, value.removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype):
-        return name, dtype
-    raise ConfigurationError(f"--option {text}: {value!r} is neither a Python value nor a dtype")
+    try:
+        return name, _dtype("--option", value.removeprefix("torch."))
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"--option {text}: {value!r} is neither a Python value nor a dtype"
+        ) from None
 
 
 # ------------------------------------------------------------ all of them

@@ -407,7 +407,9 @@ def look(machines: int, environment: Mapping[str, str] = os.environ, host: str =
     Args:
         host: what it is called, if not by its own name.
     """
-    name, address = own_name()
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)  # what it stands for here
     host = host or name
     found = Machine(host, address, _versions(), _devices(), _limits(), _memory(), interfaces())
     count = int(str(found.devices["count"]))
@@ -651,15 +653,6 @@ def _address(name: str) -> str:
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return ""
-
-
-def own_name() -> tuple[str, str]:
-    """Returns the machine's name, and the address that it stands for here ("": none)."""
-    name = socket.gethostname()
-    try:
-        return name, socket.gethostbyname(name)
-    except OSError:
-        return name, ""
 
 
 def machine_id() -> tuple[str, ...]:

@@ -204,3 +204,12 @@ def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
     for part in [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]:
         if isinstance(part, torch.Tensor):
             yield from parts_with_memory(part)
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """Counts the elements that differ, and finds the largest absolute difference; nan where only one has nan."""
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())  # equal infinities have no difference
+    apart = (a - b).abs().masked_fill(same, 0.0)
+    return int(same.numel() - same.sum()), float(apart.max()) if apart.numel() else 0.0

@@ -20,6 +20,7 @@ from typing import BinaryIO, cast
 import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ...torch_seams.tensors import differing
 from ...types import StateDict, Tree
 from ..files.loading import View
 from ..format import folders
@@ -304,15 +305,10 @@ class _Found:
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
         self.bits = True
-        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-        a, b = a.to(wide), b.to(wide)
-        same = (a == b) | (a.isnan() & b.isnan())
-        unequal = int(same.numel() - same.sum())
-        if unequal:
-            self.count += unequal
-            largest = float((a - b).abs().masked_fill(same, 0.0).max())
-            is_nan = math.isnan(largest) or math.isnan(self.max_abs)
-            self.max_abs = largest if is_nan else max(self.max_abs, largest)
+        count, largest = differing(a, b)
+        self.count += count
+        if not math.isnan(self.max_abs):
+            self.max_abs = largest if math.isnan(largest) else max(self.max_abs, largest)
 
 
 def short(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import shutil
 import struct
@@ -14,7 +15,7 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import FilePlace, StoredPart, StoredTensor
+from .stored import FilePlace, StoredPart, StoredTensor, without_ties
 from .torch_files import read_torch_file
 
 INDEX = "model.safetensors.index.json"
@@ -153,11 +154,9 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
             raise ConfigurationError(
                 f"{path}: {name!r} is of dtype {facts['dtype']}, which torch doesn't have"
             )
-        numel = 1
-        for n in shape:
-            if type(n) is not int or n < 0:
-                raise ValueError("its shape is no shape")
-            numel *= n
+        if not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError("its shape is no shape")
+        numel = math.prod(shape)
         if end - begin != numel * dtype.itemsize or begin < 0:
             raise ValueError(f"it has {end - begin} bytes, expected {numel * dtype.itemsize}")
     except (KeyError, TypeError, ValueError) as error:
@@ -212,7 +211,7 @@ def write_hugging_face(
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
         notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(others)}")
-    tensors, shared = _untied({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
+    tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise ConfigurationError(
@@ -241,21 +240,6 @@ def write_hugging_face(
     if files_from is not None:
         notes += _copy_others(folder, files_from, tensors)
     return notes
-
-
-def _untied(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Returns each tensor under its first name, and the other names with the first."""
-    kept: dict[str, StoredTensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.identity is not None and tensor.numel > 0:
-            source = first.setdefault(tensor.identity, name)
-            if source != name:
-                shared[name] = source
-                continue
-        kept[name] = tensor
-    return kept, shared
 
 
 def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[str, str]) -> None:

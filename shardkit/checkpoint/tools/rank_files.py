@@ -23,7 +23,7 @@ from ...fsdp.state import INNER, OUTER, clean
 from ...fsdp.state_dict import flat_shards, names_of_shared, note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict
-from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory
+from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory, without_ties
 from .torch_files import TorchFileWriter
 
 PREFIX = "_fsdp_shard"
@@ -247,8 +247,6 @@ def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
     """
     params: dict[str, StoredTensor] = {}
     kept: dict[str, StoredTensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[object, str] = {}
     try:
         patterns = [re.compile(b) for b in buffers]
     except re.error as error:
@@ -259,12 +257,10 @@ def sort_out(model: StateDict, buffers: list[str]) -> SortedModel:
         named = name in buffers or any(p.fullmatch(name) for p in patterns)
         if named or _BUFFER.search(name) or not (value.dtype.is_floating_point or value.dtype.is_complex):
             kept[name] = value
-        elif value.identity is not None and value.identity in first:
-            shared[name] = first[value.identity]
         else:
             params[name] = value
-            first[value.identity] = name
-    return SortedModel(params, kept, shared)
+    untied, shared = without_ties(params)
+    return SortedModel(untied, kept, shared)
 
 
 def write_for_xla(folder: str, cut: SortedModel, ranks: int) -> None:

@@ -319,6 +319,21 @@ def put(tree: Tree, path: Path, value: Tree) -> None:
     at(tree, path[:-1])[path[-1]] = value
 
 
+def without_ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Returns each tensor under its first name, and the other names with the first."""
+    kept: dict[str, StoredTensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        is_known = tensor.identity is not None and tensor.numel > 0
+        source = first.setdefault(tensor.identity, name) if is_known else name
+        if source == name:
+            kept[name] = tensor
+        else:
+            shared[name] = source
+    return kept, shared
+
+
 def holds_tensors(value: object) -> bool:
     """Says whether a container has tensors in it, at any depth."""
     if isinstance(value, Mapping):

@@ -260,7 +260,7 @@ class CountingBackend(ImaginedBackend):
         self, world_size: int, rank: int = 0, resized: Resized | None = None, on_host: bool = False
     ) -> None:
         self.counted = self._group = CountingGroup(self, world_size, rank, on_host)
-        self._resized = resized
+        self._note = resized or (lambda tensor: None)
         self.pinned_storages: set[int] = set()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -287,10 +287,6 @@ class CountingBackend(ImaginedBackend):
     def release_storage(self, tensor: torch.Tensor) -> None:
         super().release_storage(tensor)
         self._note(tensor)
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        if self._resized is not None:
-            self._resized(tensor)
 
 
 # ------------------------------------------------------------ devices

@@ -636,13 +636,12 @@ class _Running:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
         self._options = options
-        handler = _handler(options, name, self._address, is_host, folder)
         self._spec = WorkerSpec(
             role="rank",
             local_world_size=options.ranks,
             entrypoint=sys.executable,
             args=("-u", "-m", "shardkit.tools.run.rank", *options.program),
-            rdzv_handler=handler,
+            rdzv_handler=self._handler(is_host),
             max_restarts=options.restarts,
             monitor_interval=_TICK,
             local_addr=self._address,
@@ -651,6 +650,39 @@ class _Running:
         self._agent = Agent(self._spec, logs, options, self._news, self._address)
         self._failed = True
         self._error: BaseException | None = None
+
+    def _handler(self, is_host: bool) -> rendezvous.RendezvousHandler:
+        """Makes what lets machines meet."""
+        options = self._options
+        parameters = rendezvous.RendezvousParameters(
+            backend="c10d",
+            endpoint=options.rendezvous or "localhost:0",
+            run_id=self._news.run,
+            min_nodes=options.nodes[0],
+            max_nodes=options.nodes[1],
+            local_addr=self._address,
+            is_host=is_host,
+            join_timeout=options.join_timeout,
+            last_call_timeout=_LAST_CALL,
+            keep_alive_interval=2,
+        )
+        try:
+            return rendezvous.registry.get_rendezvous_handler(parameters)
+        except rendezvous.RendezvousError as error:
+            if is_host:  # another agent on this machine may have been quicker
+                return self._handler(is_host=False)
+            raise self._named(error) from error
+
+    def _named(self, error: BaseException) -> BaseException:
+        """Puts what torch's agent raised into words."""
+        kind = type(error).__name__
+        if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
+            return error
+        return ConfigurationError(
+            f"machines did not meet ({kind}: {str(error).partition(chr(10))[0]}). --rdzv has to be the same "
+            f"everywhere, at a machine of the job that all others reach, and {self._options.nodes[0]} of them "
+            f"(--nodes) have to start within --join-timeout; {self._news.folder.log} has what torch's agent said"
+        )
 
     def to_the_end(self) -> int:
         before = {s: signal.signal(s, self._signalled) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -670,7 +702,7 @@ class _Running:
                 signal.signal(number, handler)
             self._news.close()
         if self._error is not None:
-            raise _named(self._error, self._options.nodes[0], self._news.folder) from self._error
+            raise self._named(self._error) from self._error
         if agent.is_cut_off:
             # the agent's thread waits for an answer that may come while the program ends
             self._end(1)
@@ -684,7 +716,6 @@ class _Running:
         return agent.status
 
     def _work(self) -> None:
-        """Runs the agent's thread."""
         try:
             self._failed = self._agent.run().is_failed()
         except Exception as error:  # noqa: BLE001 - raised in the main thread
@@ -711,39 +742,3 @@ class _Running:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _handler(
-    options: RunOptions, name: str, address: str, is_host: bool, folder: RunFolder
-) -> rendezvous.RendezvousHandler:
-    """Makes what lets machines meet."""
-    parameters = rendezvous.RendezvousParameters(
-        backend="c10d",
-        endpoint=options.rendezvous or "localhost:0",
-        run_id=name,
-        min_nodes=options.nodes[0],
-        max_nodes=options.nodes[1],
-        local_addr=address,
-        is_host=is_host,
-        join_timeout=options.join_timeout,
-        last_call_timeout=_LAST_CALL,
-        keep_alive_interval=2,
-    )
-    try:
-        return rendezvous.registry.get_rendezvous_handler(parameters)
-    except rendezvous.RendezvousError as error:
-        if is_host:  # another agent on this machine may have been quicker
-            return _handler(options, name, address, False, folder)
-        raise _named(error, options.nodes[0], folder) from error
-
-
-def _named(error: BaseException, least: int, folder: RunFolder) -> BaseException:
-    """Puts what torch's agent raised into words."""
-    kind = type(error).__name__
-    if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
-        return error
-    return ConfigurationError(
-        f"machines did not meet ({kind}: {str(error).partition(chr(10))[0]}). --rdzv has to be the same everywhere, at "
-        f"a machine of the job that all others reach, and {least} of them (--nodes) have to start within "
-        f"--join-timeout; {folder.log} has what torch's agent said"
-    )

@@ -18,6 +18,7 @@ from ...checkpoint.format import folders
 from ...errors import CONSEQUENCES
 from ...launching.run_folder import RunFolder, steps_of
 from ...tracing.tables import counted
+from ...types import Kwargs
 
 _EVERY = 0.5  # seconds between progress lines
 _CHUNK = 1 << 16
@@ -35,7 +36,7 @@ class News:
     def __init__(self, run: str, folder: RunFolder) -> None:
         self.run, self.folder = run, folder
         self._lock = threading.RLock()
-        self._outputs: list[tuple[io.BufferedReader, IO[str]]] = []
+        self._outputs: list[tuple[Path, io.BufferedReader, IO[str]]] = []
         self._attempt: Path | None = None
         self._ranks: list[int] = []
         self._world_size = 0
@@ -54,7 +55,7 @@ class News:
                 for ending, stream in ((".out", sys.stdout), (".err", sys.stderr)):
                     path = folder / f"rank0{ending}"
                     path.touch()
-                    self._outputs.append((path.open("rb"), stream))
+                    self._outputs.append((path, path.open("rb"), stream))
 
     def say(self, text: str) -> None:
         """Writes a line of the run's own."""
@@ -110,21 +111,15 @@ class News:
     def show_outputs(self) -> None:
         """Shows what rank 0 has printed since."""
         with self._lock:
-            for file, stream in self._outputs:
+            for path, file, stream in self._outputs:
                 while chunk := file.read(_CHUNK):
-                    if stream is sys.stderr and (end := self._last_words()) is not None:
+                    # the traceback that has ended rank 0 is left out: the page says what matters of it
+                    end = error_of(path).get("printed") if stream is sys.stderr else None
+                    if end is not None:
                         chunk = chunk[: max(0, end - file.tell() + len(chunk))]
                     self._clear()
                     stream.write(chunk.decode(errors="replace"))
                     stream.flush()
-
-    def _last_words(self) -> int | None:
-        """Finds the traceback that has ended rank 0 in what it printed: the page says what matters of it."""
-        try:
-            error = json.loads((self._attempt / "rank0.error.json").read_text())  # type: ignore[operator]
-            return int(error["message"]["extraInfo"]["printed"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def show(self) -> None:
         with self._lock:
@@ -167,6 +162,15 @@ _INSIDE = re.compile(r" \(\[/.*\)$")  # where in gloo's source it was found
 _LINES, _LETTERS = 40, 600  # of a traceback, and of a message
 
 
+def error_of(files: Path) -> Kwargs:
+    """Returns the exception that ended a rank, as it wrote it down; empty if it could not."""
+    try:
+        message = json.loads(files.with_suffix(".error.json").read_text())["message"]
+        return {"text": message["message"], **message["extraInfo"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 @dataclass(frozen=True)
 class Failure:
     """A rank that has failed, or has made others fail.
@@ -186,24 +190,14 @@ class Failure:
     files: Path
     fault: str = ""
 
-    def _error(self) -> dict[str, str]:
-        """Returns the exception, as the rank wrote it down; empty if it could not."""
-        try:
-            message = json.loads(self.files.with_suffix(".error.json").read_text())["message"]
-            extra = message["extraInfo"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
-        time_of_it = str(extra.get("time", ""))
-        return {"text": message["message"], "trace": extra["py_callstack"], "time": time_of_it}
-
     @property
     def when(self) -> float:
-        return float(self._error().get("time") or self.noticed)
+        return float(error_of(self.files).get("time", self.noticed))
 
     @property
     def error_text(self) -> str:
         """Returns the exception in a line; "" if the rank wrote none down."""
-        return _INSIDE.sub("", self._error().get("text", "").strip().partition("\n")[0])[:_LETTERS]
+        return _INSIDE.sub("", error_of(self.files).get("text", "").strip().partition("\n")[0])[:_LETTERS]
 
     @property
     def text(self) -> str:
@@ -230,7 +224,7 @@ class Failure:
     @property
     def trace(self) -> str:
         """Returns the traceback, or the last lines that it printed."""
-        trace = self._error().get("trace", "").rstrip()
+        trace = error_of(self.files).get("py_callstack", "").rstrip()
         printed = tail(self.files.with_suffix(".err"), 15)
         lines = trace.splitlines() or [line for line in printed if not line.startswith("[W")]
         if len(lines) > _LINES:
@@ -240,7 +234,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Says whether it says no more than that another rank is gone."""
-        text = "" if self.fault else self._error().get("text", "")
+        text = "" if self.fault else error_of(self.files).get("text", "")
         return text.startswith(CONSEQUENCES) or bool(_OF_GLOO.search(text))
 
 
@@ -283,10 +277,7 @@ def last_checkpoint(run: RunFolder) -> Path | None:
 
 def where_it_stood(files: Path) -> str:
     """Reads what a rank's thread for questions has written, or what faulthandler has; "" if neither."""
-    try:
-        text = files.with_suffix(".where").read_text().strip()
-    except OSError:
-        text = ""
+    text = "\n".join(tail(files.with_suffix(".where"), 60)).strip()
     if text:
         return text
     for line in tail(files.with_suffix(".stacks"), 60):

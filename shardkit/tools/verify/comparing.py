@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...torch_seams.tensors import differing
 from ...types import StateDict, Tree
 
 
@@ -54,17 +55,6 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     return t.to_dense() if t.is_sparse else t
 
 
-def largest_gap(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Finds the largest absolute difference of tensors of one shape; 0 for empty ones, nan where only one has nans."""
-    if got.numel() == 0:
-        return 0.0
-    got, want = dense(got).double(), dense(want).double()
-    if not torch.equal(got.isnan(), want.isnan()):
-        return math.nan
-    same = (got == want) | got.isnan()  # equal infinities have no difference
-    return float((got - want).abs().masked_fill(same, 0.0).max())
-
-
 def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> None:
     """Raises Difference unless shapes and dtypes are the same and values agree."""
     got, want = dense(got), dense(want)
@@ -82,7 +72,7 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
         got.to(wide), want.to(wide), rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True
     )
     if not close:
-        gap = largest_gap(got, want) if not want.is_complex() else float((got - want).abs().max())
+        _, gap = differing(got, want)
         shown = f"\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
         raise Difference(where, f"differs by {gap:.3g}{shown}", gap)
 
@@ -235,7 +225,7 @@ def largest_difference(got: Sequence[Moment], want: Sequence[Moment]) -> float:
     """Finds the largest absolute difference of any gradient or parameter in two runs with the same names and shapes."""
     return max(
         (
-            largest_gap(tensor, other[name])
+            differing(dense(tensor), dense(other[name]))[1]
             for a, b in zip(got, want, strict=True)
             for mine, other in ((a.gradients, b.gradients), (a.parameters, b.parameters))
             for name, tensor in mine.items()
