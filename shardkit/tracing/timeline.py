@@ -107,7 +107,6 @@ class TracePart(TypedDict):
     host: str
     process: int
     torch: str
-    first_step: int
     began: int
     ended: int
     threads: list[int]
@@ -133,9 +132,8 @@ class Recorder:
         steps: number of each step that ended, and when.
     """
 
-    def __init__(self, group: Group, first_step: int = 0) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
-        self._first_step = first_step
         self.events: list[_Event] = []
         self.steps: list[tuple[int, int]] = []
         self.clock: list[ClockReading] = []
@@ -175,7 +173,6 @@ class Recorder:
             host=socket.gethostname(),
             process=os.getpid(),
             torch=f"{torch.__version__} ({platform.python_version()})",
-            first_step=self._first_step,
             began=self.began,
             ended=self.ended or now(),
             threads=list(range(len(threads))),

@@ -285,7 +285,7 @@ class Tracer:
                 f"ranks trace different steps ({each}); pass the same steps= on all ranks"
             )
         reading = compare_clocks(self.group)
-        self._recorder = Recorder(self.group, self._watch.count)
+        self._recorder = Recorder(self.group)
         self._recorder.clock.append(reading)
         self._layers = LayerWatch()
         hear_of_data()

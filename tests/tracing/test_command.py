@@ -35,7 +35,7 @@ class Written:
             whats = list(dict.fromkeys(what for what, _, _ in events))
             part = TracePart(
                 format=FORMAT, rank=rank, world_size=self.ranks, backend="gloo", host="h", process=1, torch="2",
-                first_step=0, began=0, ended=round(self.at[rank] * MS), threads=[0],
+                began=0, ended=round(self.at[rank] * MS), threads=[0],
                 whats=[tuple(w) for w in whats],  # type: ignore[misc]
                 events=[(whats.index(w), round(a * MS), round(b * MS), 0, None, None) for w, a, b in events],
                 steps=self.steps[rank], clock=[(0, 0.0, 0.0)],

@@ -265,50 +265,36 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
     elif x.shape != y.shape:
         yield Difference(name, f"shapes {list(x.shape)} and {list(y.shape)}")
     else:
-        found = _Found()
-        found.see(x, y)
+        same, count, most = _compared(x, y)
         if x.dtype != y.dtype:
             kinds = f"{short_dtype(x.dtype)} and {short_dtype(y.dtype)}"
-            values = "values are equal" if found.count == 0 else f"max. difference {found.max_abs:.3g}"
-            yield Difference(name, f"dtypes {kinds}, {values}", found.max_abs)
-        elif found.bits and not found.max_abs <= tolerance:
-            what = f"{found.count} of {x.numel} elements, max. {found.max_abs:.3g}"
-            yield Difference(name, what, found.max_abs)
-        elif found.bits and tolerance == 0.0:
-            what = "equal values with other bits (signs of zeros, kinds of NaN)"
-            yield Difference(name, what, found.max_abs)
+            values = "values are equal" if count == 0 else f"max. difference {most:.3g}"
+            yield Difference(name, f"dtypes {kinds}, {values}", most)
+        elif not same and not most <= tolerance:
+            yield Difference(name, f"{count} of {x.numel} elements, max. {most:.3g}", most)
+        elif not same and tolerance == 0.0:
+            yield Difference(name, "equal values with other bits (signs of zeros, kinds of NaN)", most)
 
 
 def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
     """Says whether two tensors of one shape and dtype have the same bytes."""
-    found = _Found()
-    found.see(x, y)
-    return not found.bits
+    return _compared(x, y)[0]
 
 
-class _Found:
-    """The differences of a pair of tensors so far."""
-
-    def __init__(self) -> None:
-        self.bits = False
-        self.count = 0
-        self.max_abs = 0.0
-
-    def see(self, x: StoredTensor, y: StoredTensor) -> None:
-        """Compares them, in rows where that can be."""
-        slabs: list[tuple[int, int] | None] = [*x.slabs()] if [*y.slabs()] else []
-        for rows in slabs or [None]:
-            a, b = (t.read() if rows is None else t.read_rows(*rows) for t in (x, y))
-            self._pair(a.to(x.dtype).reshape(-1), b.to(y.dtype).reshape(-1))
-
-    def _pair(self, a: torch.Tensor, b: torch.Tensor) -> None:
+def _compared(x: StoredTensor, y: StoredTensor) -> tuple[bool, int, float]:
+    """Compares them, in rows where that can be: are all bits equal, how many elements differ, and by how much?"""
+    same, count, most = True, 0, 0.0
+    slabs: list[tuple[int, int] | None] = [*x.slabs()] if [*y.slabs()] else []
+    for rows in slabs or [None]:
+        a, b = (t.read() if rows is None else t.read_rows(*rows) for t in (x, y))
+        a, b = a.to(x.dtype).reshape(-1), b.to(y.dtype).reshape(-1)
         if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-            return
-        self.bits = True
-        count, largest = differing(a, b)
-        self.count += count
-        if not math.isnan(self.max_abs):
-            self.max_abs = largest if math.isnan(largest) else max(self.max_abs, largest)
+            continue
+        unequal, largest = differing(a, b)
+        same, count = False, count + unequal
+        if not math.isnan(most):
+            most = largest if math.isnan(largest) else max(most, largest)
+    return same, count, most
 
 
 def short(value: object) -> str:
@@ -439,14 +425,14 @@ def _compare(folder: str, record: Record) -> None:
     with open(os.path.join(folder, record.file), "rb") as file:
         try:
             archive = zipfile.ZipFile(cast(BinaryIO, View(file, record.offset, record.length)))
-            if any(entry.CRC for entry in archive.infolist()):  # torch can be told to leave them out
-                bad = archive.testzip()
-                if bad is not None:
-                    raise DamagedFileError(f"has other bytes than were written (its record {bad})")
+            has_checksums = any(
+                entry.CRC for entry in archive.infolist()
+            )  # torch can be told to leave them out
+            bad = archive.testzip() if has_checksums else None
         except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, OSError, struct.error) as error:
-            if isinstance(error, DamagedFileError):
-                raise
             raise DamagedFileError(f"is no file of torch.save any more ({error})") from None
+    if bad is not None:
+        raise DamagedFileError(f"has other bytes than were written (its record {bad})")
 
 
 def _of_torch_files(path: str, files: list[str]) -> Verified:

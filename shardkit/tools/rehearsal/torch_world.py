@@ -119,20 +119,15 @@ def _helper(outside: Callable[..., Tree]) -> Callable[..., Tree]:
 
 def _agreed_line(rank: Rank, members: list[int], name: str) -> Line:
     """Agrees on what the members of a new group share; returns when all that have to call have."""
-    everyone = rank.everyone
-    is_local = len(name) == 40  # the name of a group that only its members know is a hash
-    if is_local and members:
-        caller = everyone.among(members, f"group of ranks {members} {name[:8]}")
-        return caller._issue(
-            "new_group", 0, "", (tuple(members),), None, lambda _: Line(members, f"group of {members}")
-        ).result()
+    group, told = rank.everyone, tuple[object, ...]()
     what, named = "init_process_group", "default group"
-    if members:
+    if members and len(name) == 40:  # the name of a group that only its members know is a hash
+        group, told = group.among(members, f"group of ranks {members} {name[:8]}"), (tuple(members),)
+        what, named = "new_group", f"group of {members}"
+    elif members:
         what, named = f"new_group({members})", f"group {name} of ranks {members}"
-    found: Line = everyone._issue(
-        what, 0, "", (), None, lambda _: Line(members or everyone.ranks, named)
-    ).result()
-    return found
+    line: Line = group._issue(what, 0, "", told, None, lambda _: Line(members or group.ranks, named)).result()
+    return line
 
 
 def _create(options: Tree, _: object) -> ProcessGroupOfThreads:

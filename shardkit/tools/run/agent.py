@@ -302,27 +302,24 @@ class Agent(LocalElasticAgent):
 
     # ------------------------------------------------------------ telling
     def _failures(self) -> list[Failure]:
-        return [
-            self._failure(rank, pid, status) for rank, (pid, status) in self._processes().items() if status
-        ]
+        return [self._failure(rank, status) for rank, status in self._ended().items() if status]
 
     def _left(self) -> list[Failure]:
         """Lists ranks that ended with status 0."""
-        ended = {rank: pid for rank, (pid, status) in self._processes().items() if status == 0}
-        return [self._failure(rank, pid, 0, LEFT) for rank, pid in ended.items()]
+        return [self._failure(rank, 0, LEFT) for rank, status in self._ended().items() if status == 0]
 
     def _hanging(self) -> list[Failure]:
         """Lists ranks that live and don't wait for another one."""
         found, fault = [], "did not end" if self.stop_asked else "hangs"
-        for rank, pid in self._living().items():
+        for rank in self._living():
             where = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
             if not where.startswith("waited in"):
-                found.append(self._failure(rank, pid, 0, f"{fault}: {where}"))
+                found.append(self._failure(rank, 0, f"{fault}: {where}"))
         return found
 
-    def _failure(self, rank: int, pid: int, status: int, fault: str = "") -> Failure:
+    def _failure(self, rank: int, status: int, fault: str = "") -> Failure:
         noticed = self._noticed.setdefault(rank, time.time())
-        return Failure(rank, pid, status, noticed, self._logs.files(rank), fault)
+        return Failure(rank, status, noticed, self._logs.files(rank), fault)
 
     def _tell(self, overdue: str = "") -> None:
         """Writes the page about the failure.
@@ -401,8 +398,8 @@ class Agent(LocalElasticAgent):
         checkpoint = last_checkpoint(self._news.folder)
         others = {f.rank: f"ended: {f.text}" for f in failures}
         others |= {f.rank: "had ended with status 0" for f in self._left()}
-        for rank, pid in self._living().items():
-            raised = Failure(rank, pid, 0, 0.0, self._logs.files(rank)).error_text
+        for rank in self._living():
+            raised = Failure(rank, 0, 0.0, self._logs.files(rank)).error_text
             told = f"raised {raised}" if raised else where_it_stood(self._logs.files(rank))
             others[rank] = told or "did not say where it stood"
         if cause is not None:

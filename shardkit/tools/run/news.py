@@ -184,7 +184,6 @@ class Failure:
     """
 
     rank: int
-    pid: int
     status: int
     noticed: float
     files: Path

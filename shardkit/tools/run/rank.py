@@ -19,8 +19,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -109,22 +107,20 @@ def _answer(files: Path) -> None:
     if STACKS_SIGNAL:
         stacks = open(f"{files}.stacks", "w")  # noqa: SIM115 - as long as the process
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
-    pipe = os.environ.get(PIPE)
-    if pipe:
-        # now: when it is asked, the rank may be in the middle of an import
-        describe = importlib.import_module("shardkit.backends.diagnosis.stack_report").describe_thread
-        standing = partial(describe, threading.get_ident())
-        threading.Thread(
-            target=_answer_each, args=(pipe, files, standing), name="shardkit-where", daemon=True
-        ).start()
+    pipe, me = os.environ.get(PIPE), threading.get_ident()
+    if not pipe:
+        return
+    # now: when it is asked, the rank may be in the middle of an import
+    report = importlib.import_module("shardkit.backends.diagnosis.stack_report")
 
+    def answer_each() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with open(pipe, "rb") as asked:
+                    asked.read()
+                write_at_once(files.with_suffix(".where"), report.describe_thread(me))
 
-def _answer_each(pipe: str, files: Path, standing: Callable[[], str]) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            with open(pipe, "rb") as asked:
-                asked.read()
-            write_at_once(files.with_suffix(".where"), standing())
+    threading.Thread(target=answer_each, name="shardkit-where", daemon=True).start()
 
 
 if __name__ == "__main__":
