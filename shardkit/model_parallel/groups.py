@@ -26,6 +26,29 @@ from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Tree
 from ..wrapping.activations import call_checkpointed
 
+__all__ = [
+    "checkpoint",
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+]
+
 
 class PartitionError(ConfigurationError):
     """Sizes that can't be cut into equal parts."""

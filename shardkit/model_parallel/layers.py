@@ -27,6 +27,18 @@ from .groups import (
     split_tensor_along_last_dim,
 )
 
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_to_model_parallel_region",
+    "gather_from_model_parallel_region",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]
+
 
 # ------------------------------------------------------------ regions
 # Where a model's computation is split over ranks and comes together again: four functions and their gradients.
