@@ -202,10 +202,8 @@ def initialize_model_parallel(
         model_parallel_size_: ranks that share a model, at most all there are.
         pipeline_length: stages of a pipeline.
         context_parallel_size: ranks that hold the same part of a model and share each sequence.
-        model_parallel_backend: torch.distributed's backend of those groups; default: that of the default group.
-        pipeline_backend: the same for the stages of a pipeline.
-        cp_backend: the same for the ranks that share sequences.
-        ddp_backend: the same for the ranks that hold the same part.
+        model_parallel_backend, pipeline_backend, cp_backend, ddp_backend: torch.distributed's backends of the groups of
+            model, pipeline, context and data parallelism; default: that of the default group.
         timeout: of collectives in these groups; default: the backend's.
 
     Raises:

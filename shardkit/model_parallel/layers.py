@@ -268,8 +268,7 @@ def initialize_affine_weight(
 
     Args:
         weight: written.
-        out_features: of the whole.
-        in_features: of the whole.
+        out_features, in_features: of the whole.
         per_partition_size: of the part, along ``partition_dim``.
         partition_dim: 0 or 1.
         init_method: called with the whole weight.
