@@ -490,7 +490,6 @@ class SlowMomentum:
 
 
 def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a value with the strides of a parameter."""
     if value.stride() == p.stride():
         return value
     return torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value.view(p.shape))
