@@ -54,7 +54,7 @@ from ..torch_seams.dtensors import (
 )
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
 from ..torch_seams.tensors import as_plain
-from ..tracing.ranges import UNNAMED, UnitRanges
+from ..tracing.ranges import UNNAMED, Ranges
 from ..types import StateDict
 from .originals import (
     OriginalParameter,
@@ -714,7 +714,7 @@ class FlatParam:
         self.group = group
         self.layout = layout
         self.label, self.paths = "", [""]
-        self.ranges: UnitRanges = UNNAMED
+        self.ranges: Ranges = UNNAMED
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []

@@ -478,13 +478,13 @@ class GradientPack(ABC):
         if self._microbatches and isinstance(replicas, Group):
             # their sums are another order's
             everything = result.new_empty(replicas.world_size * result.numel())
-            with self._flat.ranges.replicas():
+            with self._flat.ranges.all_reduce():
                 replicas.all_gather_into(everything, result, label=f"gradients of {self._flat.label}").wait()
             return everything
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
-        with self._flat.ranges.replicas():
+        with self._flat.ranges.all_reduce():
             replicas.all_reduce(
                 result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
             ).wait()

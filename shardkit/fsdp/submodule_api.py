@@ -310,7 +310,8 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
             return _assigned(listing, param)
-        if _takes_place(listing, param):
+        # not one that is listed elsewhere: the unit has two parameters, and a tie would be one of them
+        if listing_of(param) is None and _takes_place(listing, param):
             return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):

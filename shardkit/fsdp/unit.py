@@ -17,7 +17,7 @@ from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
-from ..tracing.ranges import UNNAMED, UnitRanges
+from ..tracing.ranges import UNNAMED, Ranges
 from .flat_param import FlatParam
 from .gradients import OWN, CustomComms, GradientPack, LocalGradients, StoredPack, pack_for, sent_by
 from .originals import as_tensors, backward_when_summoned, name_of_original, written_original
@@ -77,7 +77,7 @@ class Unit:
         replicas: Group | None = None,
     ) -> None:
         self.name = ""
-        self.ranges: UnitRanges = UNNAMED
+        self.ranges: Ranges = UNNAMED
         self.flats = list(flats)
         self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
@@ -298,7 +298,7 @@ class Unit:
         group = self.group
         values = sum(f.layout.padded_numel * f.compute_dtype.itemsize for f in self.flats)
         gradients = sum(pack.nbytes for pack in self.sent)
-        self.ranges = UnitRanges(
+        self.ranges = Ranges(
             name or "root", () if group is None else group.ranks, gather=values, reduce=gradients
         )
         for flat in self.flats:

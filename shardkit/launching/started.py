@@ -98,20 +98,15 @@ def note(process: int | None = None) -> None:
 
 def variables_of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Returns what torchrun sets on one machine, for libraries that read it; nobody uses ``port``."""
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "GROUP_RANK": 0,
-        "ROLE_RANK": rank,
+    found = StartedRank("launch", rank, world_size, rank, world_size, "127.0.0.1", port).variables()
+    return {
+        **found,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": 1,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "ROLE_RANK": found["RANK"],
+        "ROLE_WORLD_SIZE": found["WORLD_SIZE"],
     }
-    return {name: str(value) for name, value in variables.items()}
 
 
 def end_with_parent() -> None:

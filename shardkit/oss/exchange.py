@@ -48,7 +48,7 @@ from ..torch_seams.hooks import (
     watch_outputs,
 )
 from ..torch_seams.tensors import alike
-from ..tracing.ranges import ModuleRanges, Range, leave
+from ..tracing.ranges import Range, Ranges, leave
 from ..types import ProcessGroup
 from .optimizer import OSS
 from .reducer import Bucket, Reducer
@@ -102,7 +102,7 @@ class GradientExchange:
         )
         self._reducer: Reducer | None = None  # of what is sent in the course of backward
         self._parts: list[GradientPart] = []  # of what is sent at its end
-        self.ranges = ModuleRanges("root", group.ranks)
+        self.ranges = Ranges("root", group.ranks)
         self._forwards: list[Range] = []  # in progress
         self._build()
         for optimizer in self._optimizers:
@@ -418,7 +418,7 @@ class EverywhereReducer(GradientPart):
     """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], group: Group, state: BackwardState, ranges: ModuleRanges
+        self, params: Sequence[nn.Parameter], group: Group, state: BackwardState, ranges: Ranges
     ) -> None:
         self._params, self._group, self._state, self._ranges = list(params), group, state, ranges
 
@@ -432,7 +432,7 @@ class EverywhereReducer(GradientPart):
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
-            with self._ranges.reduce():
+            with self._ranges.all_reduce():
                 self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
 
 
@@ -582,7 +582,7 @@ class BufferSync:
         ]
         self._enabled = enabled and group.world_size > 1 and bool(self._places)
         self.changed = False
-        self.ranges = ModuleRanges("buffers", group.ranks)
+        self.ranges = Ranges("buffers", group.ranks)
 
     def sync(self) -> None:
         """Replaces them now (every rank calls)."""

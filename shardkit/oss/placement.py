@@ -30,7 +30,7 @@ from ..reduction.compression import ChangedParts
 from ..reduction.shard_gradients import Portion
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.tensors import alike, strided_view
-from ..tracing.ranges import PublishRanges
+from ..tracing.ranges import Ranges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
 from .segments import FlatSegment
@@ -233,7 +233,7 @@ class OwnedParameters(OfParameters):
     """
 
     buffers: Sequence[FlatParameters] = ()
-    ranges: PublishRanges
+    ranges: Ranges
 
     def __init__(
         self,
@@ -249,14 +249,14 @@ class OwnedParameters(OfParameters):
         trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad))
         self.buffers = [FlatParameters(ps, [self._owner[p] for p in ps], self) for ps in trainable]
         nbytes = sum(p.numel() * p.element_size() for ps in trainable for p in ps)
-        self.ranges = PublishRanges("updated parameters", self.group.ranks, gather=nbytes)
+        self.ranges = Ranges("updated parameters", self.group.ranks, gather=nbytes)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [p for p in params if self._owner[p] == self.group.rank]
 
     @callees_compiled
     def step(self, optimizer: Optimizer, closure: Closure | None, kwargs: Kwargs) -> Tree:
-        with self.ranges.step():
+        with self.ranges.update():
             if closure is None:
                 loss = optimizer.step(**kwargs)
             else:
@@ -369,7 +369,7 @@ class InSegments(Placement):
                 owners = [self._owner[p] for p in params]
                 segment = self._kind(params, owners, channel, index, self._update_dtype)
                 self.segments.append(segment)
-        self.ranges = PublishRanges("updated parameters", self.group.ranks)
+        self.ranges = Ranges("updated parameters", self.group.ranks)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [s.own for s in self.segments if s.param_group == index]

@@ -37,7 +37,7 @@ from ..reduction.ordered import contributions, exchange, microbatches
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..torch_seams.hooks import NO_BACKWARD, BackwardState, GradientHook, current_backward
 from ..torch_seams.tensors import as_plain, dense_strides
-from ..tracing.ranges import BucketRanges
+from ..tracing.ranges import Ranges
 
 DEFAULT_BUCKET = 2**23  # elements
 _SENT = (
@@ -130,7 +130,7 @@ class Bucket:
             else CompressedReduceScatter(group, plan.blocks, plan.form.sizes, error_feedback)
         )
         self.has_mean = has_mean(plan.wire) or plan.blocks is not None
-        self.ranges = BucketRanges(f"bucket {index}", group.ranks, reduce=plan.nbytes)
+        self.ranges = Ranges(f"bucket {index}", group.ranks, reduce=plan.nbytes)
         self.cuts, owned = plan.form.cuts(group.rank)
         # of each owned gradient: index here, place among the cuts, shape and strides unless the cut is it
         self.owned = [

@@ -1,10 +1,10 @@
 """Named ranges of what a step does, for profilers and for this package's own listeners.
 
-[Note: ranges] Whoever communicates has an object of ranges (:class:`UnitRanges`, ...), each attribute of which opens a
-range when it is called: ``with unit.ranges.gather(): ...``. While nobody listens, an attribute is a partial of a class
-written in C, which a running torch.profiler shows and which costs no Python call. While somebody listens, the same
-attribute of all these objects makes Python objects that take the time. So nothing is asked in a step, and nothing is
-called that is not needed.
+[Note: ranges] Whoever communicates has an object of :class:`Ranges`, each attribute of which opens a range when it is
+called: ``with unit.ranges.gather(): ...``. While nobody listens, an attribute is a partial of a class written in C,
+which a running torch.profiler shows and which costs no Python call. While somebody listens, the same attribute of all
+these objects makes Python objects that take the time. So nothing is asked in a step, and nothing is called that is not
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -167,24 +167,34 @@ def opens(kind: str) -> functools.partial[Range]:
 
 
 class Ranges:
-    """Ranges of one owner; the attributes that a class declares, each of a kind, open them.
+    """Ranges of one owner: a unit, a bucket, a module, an optimizer's parameters. Each attribute opens those of a kind.
 
     Args:
         unit: whose they are, in their names.
         ranks: that take part in its collectives.
-        nbytes: of what is gathered or reduced.
+        nbytes: of what is gathered or reduced, by attribute.
     """
 
-    kinds: ClassVar[dict[str, str]]
-
-    def __init_subclass__(cls) -> None:
-        cls.kinds = {
-            name: given.args[0] for name, given in vars(cls).items() if isinstance(given, functools.partial)
-        }
+    forward = opens("forward")
+    backward = opens("backward")  # a moment: backward goes into the unit
+    finish = opens("backward.end")
+    gather = opens("all_gather")
+    gather_wait = opens("all_gather.wait")
+    reshard = opens("reshard")
+    reduce = opens("reduce_scatter")
+    reduce_wait = opens("reduce_scatter.wait")
+    all_reduce = opens("all_reduce")
+    exchange = opens("all_to_all")
+    exchange_wait = opens("all_to_all.wait")
+    buffers = opens("broadcast")
+    summon = opens("summon")
+    clip = opens("clip")
+    norm = opens("norm.wait")
+    overflow = opens("overflow.wait")
+    update = opens("update")
 
     def __init__(self, unit: str, ranks: tuple[int, ...] = (), **nbytes: int) -> None:
-        kinds = self.kinds.items()
-        self._whats = {name: What(kind, unit, ranks, nbytes.get(name, 0)) for name, kind in kinds}
+        self._whats = {name: What(kind, unit, ranks, nbytes.get(name, 0)) for name, kind in _KINDS.items()}
         with _lock:
             _objects.add(self)
             self.bind()
@@ -196,59 +206,6 @@ class Ranges:
             setattr(self, attribute, opens)
 
 
-class UnitRanges(Ranges):
-    """Ranges of a unit of FSDP."""
-
-    forward = opens("forward")
-    backward = opens("backward")  # a moment: backward goes into the unit
-    gather = opens("all_gather")
-    gather_wait = opens("all_gather.wait")
-    reshard = opens("reshard")
-    reduce = opens("reduce_scatter")
-    reduce_wait = opens("reduce_scatter.wait")
-    replicas = opens("all_reduce")
-    summon = opens("summon")
-    finish = opens("backward.end")
-
-
-class BucketRanges(Ranges):
-    """Ranges of gradients that ShardedDDP sends together."""
-
-    reduce = opens("reduce_scatter")
-    reduce_wait = opens("reduce_scatter.wait")
-
-
-class ModuleRanges(Ranges):
-    """Ranges of a module that ShardedDDP wraps."""
-
-    forward = opens("forward")
-    finish = opens("backward.end")
-    buffers = opens("broadcast")
-    reduce = opens("all_reduce")
-
-
-class PublishRanges(Ranges):
-    """Ranges of parameters that owners have updated."""
-
-    step = opens("update")
-    gather = opens("all_gather")
-    gather_wait = opens("all_gather.wait")
-
-
-class WholeRanges(Ranges):
-    """Ranges of pieces of parameters that travel to their owners and back."""
-
-    exchange = opens("all_to_all")
-    exchange_wait = opens("all_to_all.wait")
-
-
-class ClipRanges(Ranges):
-    """Ranges of what is done to gradients between backward and step."""
-
-    clip = opens("clip")
-    norm = opens("norm.wait")
-    overflow = opens("overflow.wait")
-
-
-CLIP = ClipRanges("gradients")
-UNNAMED = UnitRanges("unnamed")  # of units before the first forward of their root
+_KINDS = {name: it.args[0] for name, it in vars(Ranges).items() if isinstance(it, functools.partial)}
+CLIP = Ranges("gradients")  # what is done to them between backward and step
+UNNAMED = Ranges("unnamed")  # of units before the first forward of their root

@@ -342,6 +342,10 @@ def _tied_again(rank: int) -> None:
         torch.testing.assert_close(whole(grads[0]), grads[1])
         with pytest.raises(ConfigurationError, match="'weight' is put into"):
             model.tied.weight = model.inner[0].weight
+    apart = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(list(apart), dtensors=True)
+    with pytest.raises(ConfigurationError, match=r"tied weights\) before it is wrapped"):
+        apart[0].weight = apart[1].weight  # for the first time; FSDP2 gathers both and trains one
 
 
 def _replaced(rank: int) -> None:

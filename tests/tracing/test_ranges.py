@@ -10,14 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardkit
 from shardkit.tracing import ranges
-from shardkit.tracing.ranges import Heard, Phase, UnitRanges, What, leave
+from shardkit.tracing.ranges import Heard, Phase, Ranges, What, leave
 from tests.figures.counters import CallCounter
 from tests.pools import on_ranks
 from tests.tracing.trainings import sharded
 
 
 def test_a_range_that_nobody_hears_of_is_no_python_call() -> None:
-    of_unit = UnitRanges("layers.1", (0, 1))
+    of_unit = Ranges("layers.1", (0, 1))
     with CallCounter() as calls:
         with of_unit.gather():
             entered = of_unit.forward()
@@ -40,9 +40,9 @@ class _Listener:
 
 
 def test_listeners_hear_of_what_was_there_and_of_what_comes_and_leave_nothing_behind() -> None:
-    before, listener = UnitRanges("a", (0, 1), gather=8), _Listener()
+    before, listener = Ranges("a", (0, 1), gather=8), _Listener()
     ranges.listen(listener)
-    after = UnitRanges("b")
+    after = Ranges("b")
     try:
         assert ranges.listening
         with before.gather(), after.reshard():
@@ -65,7 +65,7 @@ def test_listeners_hear_of_what_was_there_and_of_what_comes_and_leave_nothing_be
 
 
 def test_a_profiler_may_start_and_end_inside_of_a_range() -> None:
-    for opens in (UnitRanges("a").forward, lambda: Heard(What("forward", "a"))):
+    for opens in (Ranges("a").forward, lambda: Heard(What("forward", "a"))):
         entered = opens()
         entered.__enter__()
         with profile(activities=[ProfilerActivity.CPU]):

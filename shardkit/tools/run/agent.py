@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -41,7 +41,7 @@ from ...tracing.tables import counted
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan
 from ..doctor import can_host, interfaces, is_reachable, own_address
-from .news import STOPPED, Failure, News, failure_page, first_cause, last_checkpoint, where_it_stood
+from .news import STOPPED, Failure, News, first_cause, last_checkpoint, where_it_stood
 from .rank import FILES, PIPE, STACKS_SIGNAL
 
 _MOMENT = 0.05
@@ -119,48 +119,28 @@ class RunOptions:
         return self._id() or time.strftime("%Y%m%d-%H%M%S-") + f"{os.getpid() % 1000:03}"
 
 
-@dataclass
-class RunOnMachine:
-    """A run on this machine, as the agent's thread and the main thread see it.
+class Agent(LocalElasticAgent):
+    """See above; what is no part of torch's is seen by the main thread, too.
+
+    Args:
+        spec: what is run, and where machines meet.
+        own: address of this machine, for the ranks of others.
 
     Attributes:
+        meets: it waits for other machines.
         stop_asked: when a signal to this process asked ranks to save and end (monotonic); 0: none has.
         status: exit status that the job is to end with, once it is known.
         is_cut_off: from where machines meet.
     """
 
-    id: str
-    options: RunOptions
-    folder: RunFolder
-    news: News
-    stop_asked: float = 0.0
-    status: int | None = None
-    is_cut_off: bool = False
-    ranks: list[int] = field(default_factory=list)  # global, of this machine
-    world_size: int = 0
-
-    def overdue(self, since: float) -> str:
-        """Says that ranks which were asked to stop then should have ended by now; "" if it is not so."""
-        grace = self.options.grace
-        if time.monotonic() - since <= grace:
-            return ""
-        return f"ranks had not ended {grace:g} s after they were asked to save and end (--grace)"
-
-
-class Agent(LocalElasticAgent):
-    """See above.
-
-    Args:
-        spec: what is run, and where machines meet.
-        address: of this machine, for the ranks of others.
-
-    Attributes:
-        meets: it waits for other machines.
-    """
-
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, job: RunOnMachine, address: str) -> None:
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, options: RunOptions, news: News, own: str) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=_EXIT_BARRIER)
-        self._logs, self._job, self._address = logs, job, address
+        self._logs, self._options, self._news, self._address = logs, options, news, own
+        self.stop_asked = 0.0
+        self.status: int | None = None
+        self.is_cut_off = False
+        self._ranks: list[int] = []  # global, of this machine
+        self._world_size = 0
         self._server: TCPStore | None = None  # the store in which ranks meet; it outlives them
         self._before: tuple[int, Path | None] | None = None  # the last failure: local rank, checkpoint then
         self._told = False  # the present attempt's failure
@@ -170,6 +150,13 @@ class Agent(LocalElasticAgent):
         self.meets = True
         self._signs: Signs = []  # of life, when last looked at
         self._looked = self._quiet = 0.0  # when that was, and seconds without new ones
+
+    def overdue(self, since: float) -> str:
+        """Says that ranks which were asked to stop then should have ended by now; "" if it is not so."""
+        grace = self._options.grace
+        if time.monotonic() - since <= grace:
+            return ""
+        return f"ranks had not ended {grace:g} s after they were asked to save and end (--grace)"
 
     def signal_ranks(self, number: int) -> None:
         """Sends each rank that lives a signal; from any thread."""
@@ -190,7 +177,7 @@ class Agent(LocalElasticAgent):
                 return
             self._told = True
             self._ask(self._living())
-            self._job.is_cut_off = not is_reachable(self._job.options.rendezvous)
+            self.is_cut_off = not is_reachable(self._options.rendezvous)
             time.sleep(_BRIEF / 2)
             self._publish(None, f"{lost}: it was ended, or its link is down")
             self._end_ranks()
@@ -202,23 +189,23 @@ class Agent(LocalElasticAgent):
         self._heart.stop()
         self._heart = Heart()
         super()._rendezvous(worker_group)
-        store, job = worker_group.store, self._job
+        store = worker_group.store
         assert store is not None  # noqa: S101 - torch's type is wider than what it does
         if worker_group.group_rank == 0:
             self._server = TCPStore(self._address, 0, None, is_master=True, wait_for_workers=False)
-            number = max(job.folder.next_attempt(), self._logs.number + bool(job.ranks))
+            number = max(self._news.folder.next_attempt(), self._logs.number + bool(self._ranks))
             store.set("shardkit/attempt", f"{number} {self._server.port} {self._address}")
         number, port, address = store.get("shardkit/attempt").decode().split(" ", 2)
         worker_group.master_addr, worker_group.master_port = address, int(port)
-        self._logs.number, self._logs.attempt = int(number), job.folder.attempt(int(number))
-        job.ranks = [worker.global_rank for worker in worker_group.workers]
-        job.world_size = worker_group.workers[0].world_size
+        self._logs.number, self._logs.attempt = int(number), self._news.folder.attempt(int(number))
+        self._ranks = [worker.global_rank for worker in worker_group.workers]
+        self._world_size = worker_group.workers[0].world_size
         self._told, self._noticed, self.meets = False, {}, False
         self._looked, self._quiet = time.monotonic(), 0.0
-        name = f"{self._address}, rank{'s' * (len(job.ranks) > 1)} {', '.join(map(str, job.ranks))}"
+        name = f"{self._address}, rank{'s' * (len(self._ranks) > 1)} {', '.join(map(str, self._ranks))}"
         machines = worker_group.group_world_size
         self._heart = Heart(worker_group.group_rank, machines, name, (address, int(port)))
-        job.news.attempt(self._logs.attempt, job.ranks, job.world_size)
+        self._news.attempt(self._logs.attempt, self._ranks, self._world_size)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         with self._telling:
@@ -228,7 +215,7 @@ class Agent(LocalElasticAgent):
                 time.sleep(_BRIEF)
                 elsewhere = self._cause_elsewhere()
                 if elsewhere is None:
-                    self._job.news.say("machines have joined or left: ranks start again")
+                    self._news.say("machines have joined or left: ranks start again")
                 else:
                     self._publish_elsewhere(elsewhere)
                 self._end_ranks()
@@ -240,7 +227,7 @@ class Agent(LocalElasticAgent):
             overdue = "" if self._told else self._overdue()
             if not self._told and (overdue or any(self._ended().values())):
                 self._told = True
-                self._remaining_restarts *= not self._job.stop_asked
+                self._remaining_restarts *= not self.stop_asked
                 problem = overdue or self._stopped()
                 if problem is not None:
                     self._tell(problem)
@@ -256,10 +243,10 @@ class Agent(LocalElasticAgent):
 
     def _overdue(self) -> str:
         """Says why ranks that live are ended now; "" while they may go on."""
-        job, now, living = self._job, time.monotonic(), self._living()
-        patience = job.options.stuck_after
-        if job.stop_asked:
-            return job.overdue(job.stop_asked) if living else ""
+        now, living = time.monotonic(), self._living()
+        patience = self._options.stuck_after
+        if self.stop_asked:
+            return self.overdue(self.stop_asked) if living else ""
         passed = now - self._looked
         if not patience or not living or passed < _BRIEF:
             return ""
@@ -274,7 +261,7 @@ class Agent(LocalElasticAgent):
         """Lists process and exit status of each global rank of this machine."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return {
-            self._job.ranks[local]: (handler.proc.pid, handler.proc.poll())
+            self._ranks[local]: (handler.proc.pid, handler.proc.poll())
             for local, handler in list(handlers.items())
         }
 
@@ -294,22 +281,22 @@ class Agent(LocalElasticAgent):
         Returns:
             None if all have ended because they were asked to, else what is overdue: "" where a rank has failed.
         """
-        since = self._job.stop_asked or time.monotonic()
+        since = self.stop_asked or time.monotonic()
         while self._end_as_asked() and self._living():
-            if overdue := self._job.overdue(since):
+            if overdue := self.overdue(since):
                 return overdue
             time.sleep(_MOMENT)
         if not self._end_as_asked():
             return ""
         self._remaining_restarts = 0
-        self._job.status = STOPPED if STOPPED in self._ended().values() else 128 + signal.SIGTERM
-        if self._job.status == STOPPED:
+        self.status = STOPPED if STOPPED in self._ended().values() else 128 + signal.SIGTERM
+        if self.status == STOPPED:
             self._exit_barrier()
         return None
 
     def _end_as_asked(self) -> bool:
         statuses = set(self._ended().values())
-        if self._job.stop_asked and -signal.SIGTERM in statuses and STOPPED not in statuses:
+        if self.stop_asked and -signal.SIGTERM in statuses and STOPPED not in statuses:
             return True  # what the others say is about those that it ended
         return statuses <= {0, STOPPED}
 
@@ -326,7 +313,7 @@ class Agent(LocalElasticAgent):
 
     def _hanging(self) -> list[Failure]:
         """Lists ranks that live and don't wait for another one."""
-        found, fault = [], "did not end" if self._job.stop_asked else "hangs"
+        found, fault = [], "did not end" if self.stop_asked else "hangs"
         for rank, pid in self._living().items():
             where = where_it_stood(self._logs.files(rank)) or "did not say where it stood"
             if not where.startswith("waited in"):
@@ -402,7 +389,7 @@ class Agent(LocalElasticAgent):
 
     def _publish_elsewhere(self, cause: FailureNotice) -> None:
         note = f"On another machine:\n{cause.trace}" * bool(cause.trace)
-        self._publish(None, f"rank {cause.rank} of {self._job.world_size} {cause.text}", note)
+        self._publish(None, f"rank {cause.rank} of {self._world_size} {cause.text}", note)
 
     def _publish(self, cause: Failure | None, headline: str, note: str = "") -> None:
         """Writes the page.
@@ -410,8 +397,8 @@ class Agent(LocalElasticAgent):
         Args:
             headline: what happened, where it did not begin with a rank of this machine.
         """
-        job, failures = self._job, self._failures()
-        checkpoint = last_checkpoint(job.folder)
+        failures = self._failures()
+        checkpoint = last_checkpoint(self._news.folder)
         others = {f.rank: f"ended: {f.text}" for f in failures}
         others |= {f.rank: "had ended with status 0" for f in self._left()}
         for rank, pid in self._living().items():
@@ -420,16 +407,14 @@ class Agent(LocalElasticAgent):
             others[rank] = told or "did not say where it stood"
         if cause is not None:
             others.pop(cause.rank, None)
-            headline = f"rank {cause.rank} of {job.world_size} {cause.headline}"
-        next_step = self._next_step(-1 if cause is None else job.ranks.index(cause.rank), checkpoint)
-        attempt = self._logs.number
-        page = failure_page(headline, job.id, attempt, cause, others, checkpoint, next_step, note)
-        job.news.page(page)
+            headline = f"rank {cause.rank} of {self._world_size} {cause.headline}"
+        next_step = self._next_step(-1 if cause is None else self._ranks.index(cause.rank), checkpoint)
+        self._news.page(headline, self._logs.number, cause, others, checkpoint, next_step, note)
 
     def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:
         """Decides how the job goes on; in words."""
-        options, spec = self._job.options, self._worker_group.spec
-        if self._job.is_cut_off:
+        options, spec = self._options, self._worker_group.spec
+        if self.is_cut_off:
             why = f"it does not reach {options.rendezvous}"
             return f"This machine leaves the job, since {why}. To come back: {options.command}"
         if self._remaining_restarts == 0:
@@ -650,7 +635,7 @@ class _Running:
             if interface:  # gloo would take the one that the machine's name stands for
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._news = News(name, folder)
-        self._job = RunOnMachine(name, options, folder, self._news)
+        self._options = options
         handler = _handler(options, name, self._address, is_host, folder)
         self._spec = WorkerSpec(
             role="rank",
@@ -662,7 +647,8 @@ class _Running:
             monitor_interval=_TICK,
             local_addr=self._address,
         )
-        self._agent = Agent(self._spec, RankLogs(folder.path, pipes), self._job, self._address)
+        logs = RankLogs(folder.path, pipes)
+        self._agent = Agent(self._spec, logs, options, self._news, self._address)
         self._failed = True
         self._error: BaseException | None = None
 
@@ -670,31 +656,32 @@ class _Running:
         before = {s: signal.signal(s, self._signalled) for s in (signal.SIGTERM, signal.SIGINT)}
         thread = threading.Thread(target=self._work, name="shardkit-agent", daemon=True)
         thread.start()
+        agent = self._agent
         try:
-            while thread.is_alive() and not self._job.is_cut_off:
+            while thread.is_alive() and not agent.is_cut_off:
                 thread.join(_TICK)
-                self._agent.look_for_lost()
+                agent.look_for_lost()
                 self._news.show()
-                if self._agent.meets and self._job.stop_asked and self._job.overdue(self._job.stop_asked):
+                if agent.meets and agent.stop_asked and agent.overdue(agent.stop_asked):
                     self._end(128 + signal.SIGTERM)
         finally:
-            self._agent.close()
+            agent.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._news.close()
         if self._error is not None:
-            raise _named(self._error, self._job.options.nodes[0], self._job.folder) from self._error
-        if self._job.is_cut_off:
+            raise _named(self._error, self._options.nodes[0], self._news.folder) from self._error
+        if agent.is_cut_off:
             # the agent's thread waits for an answer that may come while the program ends
             self._end(1)
-        if self._job.status is None:
+        if agent.status is None:
             return int(self._failed)
-        saved, command = last_checkpoint(self._job.folder), self._job.options.command
+        saved, command = last_checkpoint(self._news.folder), self._options.command
         how = "SIGTERM ended ranks whose program doesn't ask stop_requested()"
-        if self._job.status == STOPPED:
+        if agent.status == STOPPED:
             how = "ranks have stopped"
         self._news.say(f"{how}. Last complete checkpoint: {saved or 'none'}. To resume: {command}")
-        return self._job.status
+        return agent.status
 
     def _work(self) -> None:
         """Runs the agent's thread."""
@@ -707,10 +694,10 @@ class _Running:
                 self._spec.rdzv_handler.shutdown()
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
-        if not self._job.stop_asked:
-            self._job.stop_asked = time.monotonic()
+        if not self._agent.stop_asked:
+            self._agent.stop_asked = time.monotonic()
             self._news.say(
-                f"{signal.Signals(number).name}: ranks save and end, within {self._job.options.grace:g} s; once more, "
+                f"{signal.Signals(number).name}: ranks save and end, within {self._options.grace:g} s; once more, "
                 "and they end at once"
             )
             self._agent.signal_ranks(signal.SIGTERM)

@@ -21,6 +21,8 @@ from ...tracing.tables import counted
 
 _EVERY = 0.5  # seconds between progress lines
 _CHUNK = 1 << 16
+_WIDTH = 100  # of the page about a failure
+_OTHERS = 16  # ranks of which it has a line
 
 
 class News:
@@ -31,7 +33,7 @@ class News:
     """
 
     def __init__(self, run: str, folder: RunFolder) -> None:
-        self._run, self._folder = run, folder
+        self.run, self.folder = run, folder
         self._lock = threading.RLock()
         self._outputs: list[tuple[io.BufferedReader, IO[str]]] = []
         self._attempt: Path | None = None
@@ -61,12 +63,46 @@ class News:
             self._clear()
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
-    def page(self, text: str) -> None:
-        """Shows the page about a failure, and keeps it."""
+    def page(
+        self,
+        headline: str,
+        attempt: int,
+        cause: Failure | None,
+        others: dict[int, str],
+        checkpoint: Path | None,
+        next_step: str,
+        note: str,
+    ) -> None:
+        """Shows the page about a failure, and keeps it.
+
+        Args:
+            headline: what happened, in a line.
+            cause: the rank that failed first, if one did.
+            others: a sentence about each other rank.
+            checkpoint: the last complete one.
+            next_step: what happens now, or the command that resumes.
+            note: further lines.
+        """
+        where = f"run {self.run}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        if cause is not None:
+            steps = cause.steps
+            where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
+        lines = ["=" * _WIDTH, headline, where]
+        for shown in ("" if cause is None else cause.trace, note):
+            lines += ["", shown] if shown else []
+        if others:
+            lines += ["", "The others:"]
+            lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
+            if len(others) > _OTHERS:
+                lines.append(f"  ... and {len(others) - _OTHERS} more")
+        lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
+        if cause is not None:
+            lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
+        text = "\n".join([*lines, "=" * _WIDTH, ""])
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
             self._clear()
-            (self._folder.path / "failure.txt").write_text(text)
+            (self.folder.path / "failure.txt").write_text(text)
             sys.stderr.write(text)
             sys.stderr.flush()
 
@@ -108,15 +144,15 @@ class News:
     def _progress(self) -> str:
         if self._attempt is None:
             waited = time.monotonic() - self._began
-            return f"[{self._run}: waits for other machines, {waited:.0f} s]" if waited > 2 else ""
+            return f"[{self.run}: waits for other machines, {waited:.0f} s]" if waited > 2 else ""
         steps = [steps_of(self._attempt / f"rank{rank}.steps")[0] for rank in self._ranks]
         least, now = min(steps, default=0), time.monotonic()
         self._rate = [(t, s) for t, s in self._rate if now - t < 10] + [(now, least)]
         seconds = now - self._rate[0][0]
         rate = (least - self._rate[0][1]) / seconds if seconds else 0.0
-        saved = last_checkpoint(self._folder)
+        saved = last_checkpoint(self.folder)
         last = f", last checkpoint {saved.name}" if saved else ""
-        return f"[{self._run}: {counted(self._world_size, 'rank')}, step {least}, {rate:.3g} steps/s{last}]"
+        return f"[{self.run}: {counted(self._world_size, 'rank')}, step {least}, {rate:.3g} steps/s{last}]"
 
     def _clear(self) -> None:
         if self._line:
@@ -243,49 +279,6 @@ def last_checkpoint(run: RunFolder) -> Path | None:
     """Returns the complete checkpoint of the most steps that ranks of a run have saved; None if there is none."""
     found = [item for folder in run.checkpoint_dirs() for item in folders.complete(folder).items()]
     return Path(max(found)[1]) if found else None
-
-
-# ------------------------------------------------------------ the page
-_WIDTH = 100
-_OTHERS = 16  # ranks of which a line is shown
-
-
-def failure_page(
-    headline: str,
-    run: str,
-    attempt: int,
-    cause: Failure | None,
-    others: dict[int, str],
-    checkpoint: Path | None,
-    next_step: str,
-    note: str,
-) -> str:
-    """Writes down what is known about a failure.
-
-    Args:
-        headline: what happened, in a line.
-        cause: the rank that failed first, if one did.
-        others: a sentence about each other rank.
-        checkpoint: the last complete one.
-        next_step: what happens now, or the command that resumes.
-        note: further lines.
-    """
-    where = f"run {run}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    if cause is not None:
-        steps = cause.steps
-        where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
-    lines = ["=" * _WIDTH, headline, where]
-    for shown in ("" if cause is None else cause.trace, note):
-        lines += ["", shown] if shown else []
-    if others:
-        lines += ["", "The others:"]
-        lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
-        if len(others) > _OTHERS:
-            lines.append(f"  ... and {len(others) - _OTHERS} more")
-    lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
-    if cause is not None:
-        lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
-    return "\n".join([*lines, "=" * _WIDTH, ""])
 
 
 def where_it_stood(files: Path) -> str:

@@ -33,7 +33,7 @@ from ...fsdp.flat_param import FlatParam
 from ...fsdp.store import own_part, put_together, taken_apart
 from ...layout import Piece
 from ...torch_seams.tensors import as_plain
-from ...tracing.ranges import WholeRanges
+from ...tracing.ranges import Ranges
 from .listed import Part
 
 
@@ -217,8 +217,8 @@ class Exchange(Bringing):
         self._plans: dict[tuple[bool, ...], TravelPlan] = {}
         self._gradients = False  # travel, too
         self._traveling: tuple[torch.Tensor, torch.Tensor, Work] | None = None
-        self._to_owners = WholeRanges("parameters to owners", group.ranks)
-        self._to_shards = WholeRanges("updated parameters", group.ranks)
+        self._to_owners = Ranges("parameters to owners", group.ranks)
+        self._to_shards = Ranges("updated parameters", group.ranks)
 
     def _plan(self) -> TravelPlan:
         """Plans what travels: no frozen parameters; all ranks know which are."""
@@ -233,7 +233,7 @@ class Exchange(Bringing):
         chunks: Sequence[torch.Tensor],
         come: Sequence[int],
         go: Sequence[int],
-        ranges: WholeRanges,
+        ranges: Ranges,
         label: str,
     ) -> None:
         """Starts to send these, so much to each rank, while so much comes from each."""
@@ -245,7 +245,7 @@ class Exchange(Bringing):
                 work = self._group.all_to_all(arrived, sent, come, go, async_op=True, label=label)
         self._traveling = sent, arrived, work
 
-    def _received(self, ranges: WholeRanges) -> torch.Tensor | None:
+    def _received(self, ranges: Ranges) -> torch.Tensor | None:
         """Waits for what comes; None if nothing is on its way."""
         if self._traveling is None:
             return None
