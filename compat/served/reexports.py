@@ -229,7 +229,7 @@ REEXPORTED = {
     "TensorOrTensors",
     "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.microbatch: Batch",
     "optim.grad_scaler":
-    "internal: torch_version; optim: OptState; training.grad_scaler: GradScaler, ShardedGradScaler",
+    "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
     "training_checkpoints.handles": "checkpoint.background: Handle",

@@ -51,7 +51,7 @@ def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return found
 
 
-class GradScaler(torch.cuda.amp.GradScaler):  # noqa: TID251 - the old name, which programs ask for on any device
+class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for any device and for gradients of any floating-point dtype.
 
     It takes the device from what is scaled first. torch's refuses fp16 gradients, which a model in half
@@ -80,6 +80,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # noqa: TID251 - the old name, whi
                 f"growth_factor={growth_factor} has to be above 1, and backoff_factor={backoff_factor} between 0 and 1"
             )
         # "cpu" is the device type for which torch's class never disables itself; the first scale() sets the true one
+        # by name: fairscale's scalers have another class of torch's in between, with other arguments
         torch.amp.GradScaler.__init__(
             self, "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
