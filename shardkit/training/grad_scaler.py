@@ -145,21 +145,17 @@ class GradScaler(torch.amp.GradScaler):
             and self._scale is not None
             and lacks_kernel("_amp_update_scale_", self._scale.device)
         ):
-            new_scale = self._scale_after_steps()
-        super().update(new_scale)
-
-    def _scale_after_steps(self) -> torch.Tensor:
-        scale, tracker = self._check_scale_growth_tracker("update")
-        found = [
-            f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()
-        ]
-        if not found:
-            raise LifecycleError(
-                "update() comes after step() or unscale_(); none was called since the last update"
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found = [f for state in states for f in state["found_inf_per_device"].values()]
+            if not found:
+                raise LifecycleError(
+                    "update() comes after step() or unscale_(); none was called since the last update"
+                )
+            new_scale = updated_scale(
+                scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
             )
-        return updated_scale(
-            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
-        )
+        super().update(new_scale)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what :meth:`state_dict` returned.
