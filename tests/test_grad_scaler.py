@@ -219,7 +219,7 @@ def test_optimizers_that_skip_by_themselves(world_size: int, bad_rank: int | Non
 
 def test_it_is_a_scaler_of_the_old_name() -> None:
     """espnet's annotations ask for it, and fairscale's is one."""
-    assert isinstance(ShardedGradScaler(), torch.cuda.amp.GradScaler)
+    assert isinstance(compat_scaler(), torch.cuda.amp.GradScaler)
 
 
 @on_ranks(*SIZES)

@@ -359,13 +359,9 @@ def _around_the_ring(tensors: Tensors, op: str) -> Tensor:
 def _ring_chunk(numel: int, itemsize: int, world_size: int) -> int:
     """Returns how many elements of an all-reduce end on one rank: a number of segments of equal size."""
     largest = max(1, _SEGMENT // itemsize)
-    segments = max(_ceil(numel, largest), 2 * world_size)
-    segments = _ceil(segments, world_size) * world_size
-    return max(1, segments // world_size * _ceil(numel, segments))
-
-
-def _ceil(number: int, divisor: int) -> int:
-    return (number + divisor - 1) // divisor
+    segments = max(-(-numel // largest), 2 * world_size)
+    segments = -(-segments // world_size) * world_size
+    return max(1, segments // world_size * -(-numel // segments))
 
 
 def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], op: str) -> None:

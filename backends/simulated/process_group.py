@@ -402,20 +402,21 @@ class DevicesOnHost(TorchFunctionMode):
 @contextlib.contextmanager
 def host_for_devices() -> Iterator[None]:
     """Makes what no function mode sees take the CPU, too, inside."""
+    without_id = functools.partial(_without, ["device_id"])
+    without_ids = functools.partial(_without, ["device_ids", "output_device"])
     with ExitStack() as stack:
         for owner, name, replacement in (
             (torch.nn.Module, "to", _to),
-            (DistributedDataParallel, "__init__", _without("device_ids", "output_device")),
-            (dist.distributed_c10d, "init_process_group", _without("device_id")),
-            (dist, "init_process_group", _without("device_id")),
-            (dist.distributed_c10d, "barrier", _without("device_ids")),
-            (dist, "barrier", _without("device_ids")),
+            (DistributedDataParallel, "__init__", without_ids),
+            (dist.distributed_c10d, "init_process_group", without_id),
+            (dist, "init_process_group", without_id),
+            (dist.distributed_c10d, "barrier", without_ids),
+            (dist, "barrier", without_ids),
             (device_mesh, "init_device_mesh", _mesh),
             (dist, "init_device_mesh", _mesh),
             (device_mesh.DeviceMesh, "__init__", _mesh_object),
         ):
-            replaced = functools.wraps(before := getattr(owner, name))(replacement(before))
-            stack.enter_context(mock.patch.object(owner, name, replaced))
+            stack.enter_context(mock.patch.object(owner, name, _replaced(getattr(owner, name), replacement)))
         answers = dict.fromkeys(_NOTHING) | dict.fromkeys(_ZERO, 0) | {"is_available": False}
         for name, value in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _answering(value)))
@@ -436,43 +437,36 @@ def _forget_rules() -> None:
             rules.clear_lru_cache()
 
 
-def _to(before: Callable[..., Tree]) -> Callable[..., Tree]:
-    def to(module: torch.nn.Module, /, *args: Tree, **kwargs: Tree) -> Tree:
-        if "device" in kwargs:
-            kwargs["device"] = on_host(kwargs["device"])
-        return before(module, *map(on_host, args), **kwargs)
+def _replaced(before: Callable[..., Tree], by: Callable[..., Tree]) -> Callable[..., Tree]:
+    """Returns a function that calls another one with the one that it takes the place of, and its arguments."""
 
-    return to
+    @functools.wraps(before)
+    def replaced(*args: Tree, **kwargs: Tree) -> Tree:
+        return by(before, *args, **kwargs)
+
+    return replaced
 
 
-def _without(*names: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
+def _to(before: Callable[..., Tree], /, module: torch.nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
+    if "device" in kwargs:
+        kwargs["device"] = on_host(kwargs["device"])
+    return before(module, *map(on_host, args), **kwargs)
+
+
+def _without(names: Sequence[str], before: Callable[..., Tree], /, *args: Tree, **kwargs: Tree) -> Tree:
     """Leaves out these arguments, which name devices."""
-
-    def replacement(before: Callable[..., Tree]) -> Callable[..., Tree]:
-        def without(*args: Tree, **kwargs: Tree) -> Tree:
-            for name in names:
-                kwargs.pop(name, None)
-            return before(*args, **kwargs)
-
-        return without
-
-    return replacement
+    for name in names:
+        kwargs.pop(name, None)
+    return before(*args, **kwargs)
 
 
-def _mesh(before: Callable[..., Tree]) -> Callable[..., Tree]:
+def _mesh(before: Callable[..., Tree], /, *args: Tree, **kwargs: Tree) -> Tree:
     """Takes ``device_type``, first or by name."""
-
-    def init_device_mesh(*args: Tree, **kwargs: Tree) -> Tree:
-        if "device_type" in kwargs:
-            kwargs["device_type"] = str(on_host(kwargs["device_type"]))
-            return before(*args, **kwargs)
-        return before(str(on_host(args[0])), *args[1:], **kwargs)
-
-    return init_device_mesh
+    if "device_type" in kwargs:
+        kwargs["device_type"] = str(on_host(kwargs["device_type"]))
+        return before(*args, **kwargs)
+    return before(str(on_host(args[0])), *args[1:], **kwargs)
 
 
-def _mesh_object(before: Callable[..., Tree]) -> Callable[..., Tree]:
-    def init(own: object, /, *args: Tree, **kwargs: Tree) -> None:
-        _mesh(functools.partial(before, own))(*args, **kwargs)
-
-    return init
+def _mesh_object(before: Callable[..., Tree], /, own: object, *args: Tree, **kwargs: Tree) -> None:
+    _mesh(functools.partial(before, own), *args, **kwargs)

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from shardkit.types import ProcessGroup
 from .pool import DevicePool, ReplicaPool
 
 if TYPE_CHECKING:
-    from .runtime import Replica
+    from .runtime import Replica, World
 
 __all__ = ["ReplicaPool", "XlaBackend"]
 
@@ -125,22 +126,22 @@ class XlaBackend(Backend):
         return self._runtime_replicas[ordinal]
 
 
+def _world() -> World | None:
+    """Returns this process's replicas on a CPU; their module starts a runtime, and is not imported for the question."""
+    runtime = sys.modules.get("shardkit.backends.xla.runtime")
+    return None if runtime is None else runtime.current_world()
+
+
 def in_replica() -> bool:
     """Says whether this process holds replicas on a CPU, of which the caller is one."""
-    world = sys.modules.get("shardkit.backends.xla.runtime")
-    return world is not None and world.current_world() is not None
+    return _world() is not None
 
 
 def sleep(seconds: float) -> None:
     """``time.sleep``, in which other replicas run."""
-    if not in_replica():
+    world = _world()
+    with nullcontext() if world is None else world.turns.given(world.here().rank):
         time.sleep(seconds)
-        return
-    from .runtime import current_world
-
-    if (world := current_world()) is not None:
-        with world.turns.given(world.here().rank):
-            time.sleep(seconds)
 
 
 def has_accelerator() -> bool:

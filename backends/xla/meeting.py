@@ -22,12 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shardkit.backend import (
-    HostRandomStates,
-    host_random_states,
-    seed_host,
-    set_host_random_states,
-)
+from shardkit.backend import HostRandomStates, host_random_states, seed_host, set_host_random_states
 from shardkit.errors import OutOfStepError, RankLostError
 
 _SHOWN = 3  # calls of a replica that a message quotes

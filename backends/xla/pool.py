@@ -442,15 +442,11 @@ def _rank(fn: AnyCallable, world_size: int, args: Args, folder: Path) -> bytes:
         (folder / f"started-{rank}").touch()
         return pack(fn(rank, *args), to_host=True)
     except ConfigurationError as error:
-        failure: Exception = error if size != world_size else _failed(rank, error)
-    except Exception as error:  # noqa: BLE001 - it is the caller's to judge
-        failure = _failed(rank, error)
+        failure: Exception = error if size != world_size else RankFailedError(rank, *describe_error())
+    except Exception:  # noqa: BLE001 - it is the caller's to judge
+        failure = RankFailedError(rank, *describe_error())
     whole = folder / f"failed-{rank}"
     part = folder / f"part-{rank}"
     part.write_bytes(pickle.dumps(failure))
     part.rename(whole)  # seen at once, whatever the other ranks wait for
     raise failure from None
-
-
-def _failed(rank: int, error: Exception) -> RankFailedError:
-    return RankFailedError(rank, type(error).__name__, traceback.format_exc())

@@ -98,12 +98,10 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
         """[S] -> [W * S]"""
-        ...
 
     @abc.abstractmethod
     def reduce_scatter(self, value: torch.Tensor, op: str, groups: Groups, size: int) -> torch.Tensor:
         """[W * S] -> [S]"""
-        ...
 
     @abc.abstractmethod
     def all_reduce(self, value: torch.Tensor, op: str, groups: Groups) -> torch.Tensor: ...
@@ -111,7 +109,6 @@ class Collectives(abc.ABC):
     @abc.abstractmethod
     def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
         """[W * S] -> [W * S]; ``rank`` within the group as an int64 tensor [1] on the device."""
-        ...
 
     def _after_previous(self, value: torch.Tensor) -> torch.Tensor:
         # torch_xla adds 0 * (a previous result) to each collective's input to order them: one NaN or infinity

@@ -143,12 +143,8 @@ def install(world: World) -> None:
         lambda _, value: flags.__setitem__(world.here().rank, value),
     )
     api = _ReplacedFunctions(world)
-    xm.all_reduce = api.all_reduce
-    xm.all_gather = api.all_gather
-    xm.reduce_scatter = api.reduce_scatter
-    xm.all_to_all = api.all_to_all
-    xm.collective_permute = api.collective_permute
-    xm.rendezvous = api.rendezvous
+    names = "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "rendezvous"
+    vars(xm).update({name: getattr(api, name) for name in names})
     xm.xla_rendezvous = lambda payload=b"", ordinals=None, tag=None: api.rendezvous(
         tag or "", payload, ordinals or []
     )

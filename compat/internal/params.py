@@ -265,9 +265,7 @@ def unpack_kwargs(kwarg_keys: tuple[str, ...], flat_args: Args) -> tuple[Args, K
     return flat_args[:positional], dict(zip(kwarg_keys, flat_args[positional:], strict=True))
 
 
-def split_non_tensors(
-    mixed: torch.Tensor | Args,
-) -> tuple[tuple[torch.Tensor, ...], NonTensors | None]:
+def split_non_tensors(mixed: torch.Tensor | Args) -> tuple[tuple[torch.Tensor, ...], NonTensors | None]:
     """Returns the tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
 
     One tensor gives itself and None.

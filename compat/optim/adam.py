@@ -49,7 +49,6 @@ def _check(group: ParamGroup) -> None:
 
 
 def _first_of(params: Iterable[Tree]) -> torch.Tensor:
-    """Returns the first parameter of what an optimizer takes."""
     first = next(iter(params))
     if isinstance(first, dict):
         return _first_of([first["params"]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -12,9 +12,6 @@ from torch.optim.optimizer import ParamsT
 from shardkit.training import adascale as core
 from shardkit.training.adascale import SQUARE, VARIANCE
 from shardkit.types import StateDict, Tree
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def numpy_globals() -> list[Any]:
@@ -44,14 +41,8 @@ class AdaScale(core.AdaScale):
         return found
 
     # fairscale's private attributes
-    @property
-    def _state(self) -> dict[str, np.ndarray[Any, Any]]:
-        return {k: v.numpy() for k, v in self._averages.items()}
-
-    @property
-    def _local_grad_sqr(self) -> torch.Tensor | None:
-        return self._meter.sums() if self._meter.has_begun else None
-
+    _state = property(lambda self: {k: v.numpy() for k, v in self._averages.items()})
+    _local_grad_sqr = property(lambda self: self._meter.sums() if self._meter.has_begun else None)
     _num_grads_to_accum = property(attrgetter("_meter.expected"))
     _hook_handles = property(attrgetter("_meter.hooks.handles"))
 

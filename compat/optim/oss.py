@@ -61,17 +61,11 @@ class OSS(core.OSS):
             self.group = torch.distributed.group.WORLD
 
     # fairscale's private attributes, read by trainers in the wild
-    @property
-    def _param_to_rank(self) -> dict[nn.Parameter, int]:
-        return dict(self._owner)
-
-    @property
-    def _param_to_index(self) -> dict[int, int]:
-        return {id(p): i for i, p in enumerate(self._parameters())}
-
-    @property
-    def _index_to_param(self) -> dict[int, nn.Parameter]:
-        return dict(enumerate(self._parameters()))
+    _param_to_rank = property(lambda self: dict(self._owner))
+    _param_to_index = property(lambda self: {id(p): i for i, p in enumerate(self._parameters())})
+    _index_to_param = property(lambda self: dict(enumerate(self._parameters())))
+    _partition_parameters = property(core.OSS.partition_parameters)
+    _default_device = property(lambda self: next(self._parameters()).device)
 
     @property
     def _per_device_params(self) -> dict[torch.device, list[list[nn.Parameter]]]:
@@ -90,8 +84,6 @@ class OSS(core.OSS):
         """Returns owned parameters that have a gradient."""
         return [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
 
-    _partition_parameters = property(core.OSS.partition_parameters)
-
     @property
     def _all_states(self) -> list[StateDict]:
         """Returns each rank's inner state dict as of the last consolidation; empty before."""
@@ -100,10 +92,6 @@ class OSS(core.OSS):
         whole = self.state_dict()
         owners = [self.owner_of(p) for p in self._parameters()]
         return [part_of_rank(whole, owners, rank) for rank in range(self.world_size)]
-
-    @property
-    def _default_device(self) -> torch.device:
-        return next(self._parameters()).device
 
     @property
     def buckets(self) -> dict[torch.device, dict[int, torch.Tensor]]:

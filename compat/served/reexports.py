@@ -37,7 +37,9 @@ MOVED = {
     "internal.containers": "internal.params",
     "internal.parallel": "internal.params",
     "internal.reduce_scatter_bucketer": "internal.params",
+    "nn.auto_wrap": "nn.wrap.auto_wrap",
     "nn.data_parallel.sharded_ddp": "nn.data_parallel",
+    "nn.misc.checkpoint_activations": "nn.checkpoint.checkpoint_activations",
     "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
     "pipeline.partition": "pipeline.microbatch",
@@ -62,11 +64,10 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
     "experimental.nn.data_parallel.gossip.graph_manager: DynamicBipartiteExponentialGraph, "
-    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, Gossiper, "
-    "GraphManager, MixingManager, NPeerDynamicDirectedExponentialGraph, "
-    "NPeerDynamicDirectedExponentialGraph as NPDDEGraph, PushPull, PushSum, RingGraph, UniformMixing; "
+    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, "
+    "NPeerDynamicDirectedExponentialGraph as NPDDEGraph, RingGraph; "
     "experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, create_event_recorder, "
-    "create_process_group, flatten_tensors, group_by_dtype, make_logger, unflatten_tensors; "
+    "create_process_group, group_by_dtype, make_logger; "
     "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder",
     "experimental.nn.data_parallel.gossip.gossiper":
     "experimental.nn.data_parallel.gossip.graph_manager: Gossiper, GraphManager, MixingManager, PushPull, "
@@ -106,15 +107,11 @@ REEXPORTED = {
     "experimental.wgit.utils": "experimental.wgit: Algo, ExitCode, RepoStatus",
     "experimental.wgit.version": "experimental.wgit: __version_tuple__",
     "fair_dev.common_paths": "fair_dev: DATASET_CACHE_ROOT",
-    "fair_dev.testing.testing":
-    "internal: torch_version; model_parallel.groups: destroy_model_parallel, initialize_model_parallel",
+    "fair_dev.testing.testing": "internal: torch_version",
     "fair_dev.testing.testing_memory": "fair_dev.testing.testing: find_tensor_by_shape",
     "internal.object": "internal.params: pyobject_to_tensor, tensor_to_pyobject",
     "internal.state_dict": "internal.params: find_module_instances, replace_by_prefix_",
     "internal.version": "internal: torch_version",
-    "nn.auto_wrap":
-    "nn.wrap.auto_wrap: ConfigAutoWrap, default_auto_wrap_policy, enable_wrap; wrapping.context: "
-    "auto_wrap, wrap; wrapping.policies: config_auto_wrap_policy",
     "nn.checkpoint.checkpoint_activations":
     "internal.params: pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors; "
     "nn.checkpoint: _accelerator, autocast, checkpoint_wrapper, get_rng_state, is_autocast_enabled, "
@@ -133,9 +130,6 @@ REEXPORTED = {
     "FlattenParamsWrapper; internal.params: ReduceScatterBucketer, apply_to_tensors, calc_grad_norm, "
     "chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, recursive_copy_to_device, "
     "replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
-    "nn.misc.checkpoint_activations":
-    "nn.checkpoint: checkpoint_wrapper; wrapping.activations: CheckpointFunction, disable_checkpointing, "
-    "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, patch_batchnorm",
     "nn.misc.flatten_params_wrapper":
     "flattening.flat_parameter: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
     "FlattenParamsWrapper; internal.params: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
@@ -144,13 +138,6 @@ REEXPORTED = {
     "nn.model_parallel.cross_entropy":
     "model_parallel.groups: VocabUtility, get_model_parallel_group, get_model_parallel_rank, "
     "get_model_parallel_world_size; model_parallel.regions: vocab_parallel_cross_entropy",
-    "nn.model_parallel.initialize":
-    "model_parallel.groups: destroy_model_parallel, ensure_divisibility, get_context_parallel_group, "
-    "get_context_parallel_rank, get_context_parallel_ranks, get_context_parallel_world_size, "
-    "get_data_parallel_group, get_data_parallel_rank, get_data_parallel_ranks, "
-    "get_data_parallel_world_size, get_model_parallel_group, get_model_parallel_rank, "
-    "get_model_parallel_src_rank, get_model_parallel_world_size, get_pipeline_parallel_group, "
-    "get_pipeline_parallel_ranks, initialize_model_parallel, model_parallel_is_initialized",
     "nn.model_parallel.layers":
     "model_parallel.groups: VocabUtility, divide_and_check_no_remainder, get_model_parallel_rank, "
     "get_model_parallel_world_size; model_parallel.layers: ColumnParallelLinear, ParallelEmbedding, "
@@ -242,7 +229,7 @@ REEXPORTED = {
     "TensorOrTensors",
     "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.microbatch: Batch",
     "optim.grad_scaler":
-    "internal: torch_version; optim: OptState; training.grad_scaler: GradScaler, ShardedGradScaler",
+    "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
     "training_checkpoints.handles": "checkpoint.background: Handle",

@@ -68,6 +68,7 @@ from shardkit.optimizer_state.slots import Slot
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.torch_seams.tensors import move_buffers
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree
 from shardkit.wrapping.policies import adapt_policy
@@ -191,7 +192,8 @@ class FullyShardedDataParallel(StandIn):
         )
         self._shard(module, options, ignored)
         if compute is not None:
-            move_buffers(module, compute)
+            for m in module.modules():
+                move_buffers(m, compute)
         if given["sync_module_states"]:
             ranks = [self._state.group] + ([] if self._state.replicas is None else [self._state.replicas])
             broadcast_buffers(self._state.own_modules(), ranks)
@@ -211,6 +213,7 @@ class FullyShardedDataParallel(StandIn):
     module = property(attrgetter("_fsdp_wrapped_module._fpw_module"))  # the wrapped one
     rank = property(lambda self: ranks_of(self._state).rank)
     world_size = property(lambda self: ranks_of(self._state).world_size)
+    _use_orig_params = property(lambda self: not self._state.options.flatten)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -221,10 +224,6 @@ class FullyShardedDataParallel(StandIn):
         if isinstance(passed, torch.distributed.device_mesh.DeviceMesh):
             return passed.get_group(passed.ndim - 1)
         return torch.distributed.group.WORLD if passed is None else passed
-
-    @property
-    def _use_orig_params(self) -> bool:
-        return not self._state.options.flatten
 
     # ------------------------------------------------------------ what it is doing
     @property
@@ -1070,9 +1069,7 @@ def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set
         for p in m._parameters.values():
             if p is not None and managing(p) is None and p.device.type == "cpu" and p not in kept:
                 p.data = p.data.to(device)
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.device.type == "cpu":
-                m._buffers[name] = buffer.to(device)
+        move_buffers(m, device, "cpu")
 
 
 def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence[Group]) -> None:
@@ -1090,11 +1087,3 @@ def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence
         if group.world_size > 1:
             for name, buffer in found.items():
                 group.channel("buffers").broadcast(buffer, 0, label=f"buffer {name} of rank 0")
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Moves buffers of a module and those below it to a device, in place."""
-    for m in module.modules():
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.device != device:
-                m._buffers[name] = buffer.to(device)

@@ -366,7 +366,7 @@ class WholeHolder(Holder):
             (self._slot(param, spans), inner.optimizer.state[param])
             for inner in self._inners
             if inner.optimizer is not None
-            for param, spans in zip(inner.params, inner.spans, strict=True)
+            for param, spans in inner.spans.items()
             if inner.optimizer.state.get(param)
         ]
 
@@ -393,17 +393,13 @@ class WholeHolder(Holder):
         return {}
 
     def needed(self) -> list[Slot]:
-        return [
-            self._slot(param, spans)
-            for inner in self._inners
-            for param, spans in zip(inner.params, inner.spans, strict=True)
-        ]
+        return [self._slot(param, spans) for inner in self._inners for param, spans in inner.spans.items()]
 
     def load(self, states: Sequence[StateDict], groups: Sequence[StateDict], others: StateDict) -> None:
         rest = iter(states)
         by_inner: list[dict[int, StateDict]] = []
         for inner in self._inners:
-            found = {k: next(rest) for k in range(len(inner.params))}
+            found = {k: next(rest) for k in range(len(inner.spans))}
             by_inner.append({k: state for k, state in found.items() if state})
         self.optimizer.take_states(by_inner, groups)
 

@@ -42,7 +42,7 @@ from ..policy import Compression
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
-from ..torch_seams.tensors import memory_of
+from ..torch_seams.tensors import memory_of, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .flat_param import FlatParam
 from .gradients import OWN
@@ -139,7 +139,8 @@ def _make_unit(found: Found) -> None:
         state.flats.append(_listed(found, originals, *_cut(found, originals)))
     borrowed = _borrow(found) if found.borrowed else []
     if state.options.mesh is not None and state.options.mesh.device_type != "cpu":
-        _move_buffers(found)
+        for _, m in found.modules:
+            move_buffers(m, state.group.backend.device(), "cpu")
     state.shared_paths = found.shared
     _run(state, list(map(itemgetter(1), found.modules)), borrowed)
     for mate in state.mates[1:]:
@@ -762,13 +763,6 @@ def _listed(
         Mirrored if options.offload.masters else None,
         options.reshard.sends_changes,
     )
-
-
-def _move_buffers(found: Found) -> None:
-    for _, m in found.modules:
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.device.type == "cpu":
-                m._buffers[name] = buffer.to(found.state.group.backend.device())
 
 
 def _borrow(found: Found) -> list[FlatParam]:

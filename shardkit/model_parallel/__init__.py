@@ -1,67 +1,7 @@
 """Layers split over ranks (tensor parallelism): fairscale's names, on any device that a process group carries."""
 
-from .groups import (
-    checkpoint,
-    destroy_model_parallel,
-    get_context_parallel_group,
-    get_context_parallel_rank,
-    get_context_parallel_ranks,
-    get_context_parallel_world_size,
-    get_cuda_rng_tracker,
-    get_data_parallel_group,
-    get_data_parallel_rank,
-    get_data_parallel_ranks,
-    get_data_parallel_world_size,
-    get_model_parallel_group,
-    get_model_parallel_rank,
-    get_model_parallel_src_rank,
-    get_model_parallel_world_size,
-    get_pipeline_parallel_group,
-    get_pipeline_parallel_ranks,
-    initialize_model_parallel,
-    model_parallel_cuda_manual_seed,
-    model_parallel_is_initialized,
-)
-from .layers import (
-    ColumnParallelLinear,
-    ParallelEmbedding,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    copy_to_model_parallel_region,
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-    scatter_to_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
+from . import groups, layers
+from .groups import *  # noqa: F403
+from .layers import *  # noqa: F403
 
-__all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "checkpoint",
-    "copy_to_model_parallel_region",
-    "destroy_model_parallel",
-    "gather_from_model_parallel_region",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_ranks",
-    "get_context_parallel_world_size",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_ranks",
-    "get_data_parallel_world_size",
-    "get_model_parallel_group",
-    "get_model_parallel_rank",
-    "get_model_parallel_src_rank",
-    "get_model_parallel_world_size",
-    "get_pipeline_parallel_group",
-    "get_pipeline_parallel_ranks",
-    "initialize_model_parallel",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_is_initialized",
-    "reduce_from_model_parallel_region",
-    "scatter_to_model_parallel_region",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = [*groups.__all__, *layers.__all__]

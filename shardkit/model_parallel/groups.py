@@ -26,6 +26,29 @@ from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Tree
 from ..wrapping.activations import call_checkpointed
 
+__all__ = [
+    "checkpoint",
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_is_initialized",
+]
+
 
 class PartitionError(ConfigurationError):
     """Sizes that can't be cut into equal parts."""
@@ -179,10 +202,8 @@ def initialize_model_parallel(
         model_parallel_size_: ranks that share a model, at most all there are.
         pipeline_length: stages of a pipeline.
         context_parallel_size: ranks that hold the same part of a model and share each sequence.
-        model_parallel_backend: torch.distributed's backend of those groups; default: that of the default group.
-        pipeline_backend: the same for the stages of a pipeline.
-        cp_backend: the same for the ranks that share sequences.
-        ddp_backend: the same for the ranks that hold the same part.
+        model_parallel_backend, pipeline_backend, cp_backend, ddp_backend: torch.distributed's backends of the groups of
+            model, pipeline, context and data parallelism; default: that of the default group.
         timeout: of collectives in these groups; default: the backend's.
 
     Raises:

@@ -27,6 +27,18 @@ from .groups import (
     split_tensor_along_last_dim,
 )
 
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "copy_to_model_parallel_region",
+    "gather_from_model_parallel_region",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]
+
 
 # ------------------------------------------------------------ regions
 # Where a model's computation is split over ranks and comes together again: four functions and their gradients.
@@ -256,8 +268,7 @@ def initialize_affine_weight(
 
     Args:
         weight: written.
-        out_features: of the whole.
-        in_features: of the whole.
+        out_features, in_features: of the whole.
         per_partition_size: of the part, along ``partition_dim``.
         partition_dim: 0 or 1.
         init_method: called with the whole weight.

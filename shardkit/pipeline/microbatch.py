@@ -202,19 +202,16 @@ class Batch:
     def __repr__(self) -> str:
         return f"Batch[atomic={self.atomic!r}]({self.value!r})"
 
-    def _listed(self) -> list[torch.Tensor]:
-        return list(in_tuple(self.value))
-
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._listed())
+        return iter(in_tuple(self.value))
 
     def __len__(self) -> int:
-        return len(self._listed())
+        return len(in_tuple(self.value))
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.atomic and index != 0:
             raise IndexError("atomic batch allows index 0 only")
-        return self._listed()[index]
+        return in_tuple(self.value)[index]
 
     def __setitem__(self, index: int | slice, value: Value) -> None:
         if isinstance(index, slice):
@@ -226,7 +223,7 @@ class Batch:
             return
         if self.atomic and index != 0:
             raise IndexError("atomic batch allows index 0 only")
-        listed = self._listed()
+        listed = list(self)
         listed[index] = cast(torch.Tensor, value)
         self.value = listed[0] if self.atomic else tuple(listed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class Pipe(nn.Module):
             if self.checkpoint != "never":
                 patch_batchnorm(partition)
         self.partitions = nn.ModuleList(partitions)
-        self.pipeline = Pipeline(partitions, self.devices, self.checkpoint)
+        self._arriving = arriving_keys(partitions)
 
     def __len__(self) -> int:
         return sum(self.balance)
@@ -138,7 +138,33 @@ class Pipe(nn.Module):
             return input
         values = split(input, self.chunks)
         expect_micro_batches(self, len(values))
-        return join(self.pipeline.run(values))
+        return join(self._run(values))
+
+    def _run(self, values: list[Value]) -> list[Value]:
+        """Returns micro-batches after the last partition, on its device; see [Note: cells in clock order]."""
+        skips: list[Skips] = [{} for _ in values]
+        # As fairscale's: the first partition says whether the module is in training mode.
+        training = self.partitions[0].training
+        stop = checkpointed_cells(self.checkpoint, len(values)) if training else 0
+        for tick in ticks(len(values), len(self.partitions)):
+            # Copies first: behind a cell of this tick they would wait for it.
+            arrived = [self._fetch(i, j, values, skips) for i, j in tick]
+            # A cell on the host keeps this thread busy: others are launched before.
+            for (i, j), came in sorted(
+                zip(tick, arrived, strict=True), key=lambda c: self.devices[c[0][1]].type == "cpu"
+            ):
+                values[i], left = run_cell(
+                    self.partitions[j], values[i], came, f"chunk{i}-part{j}", checkpoint=i < stop
+                )
+                skips[i].update(left)
+        return values
+
+    def _fetch(self, i: int, j: int, values: list[Value], skips: list[Skips]) -> Skips:
+        """Brings a micro-batch to a partition's device, and the skip tensors popped there, which are returned."""
+        device = self.devices[j]
+        values[i] = move(values[i], device)
+        came = {key: skips[i].pop(key) for key in self._arriving[j]}
+        return {key: None if t is None else move(t, device) for key, t in came.items()}  # type: ignore[misc]
 
 
 # ------------------------------------------------------------ the schedule: GPipe's order
@@ -171,7 +197,7 @@ def checkpointed_cells(checkpoint: str, micro_batches: int) -> int:
 
 
 def run_cell(
-    layers: nn.Sequential, value: Value, skips: Skips, label: str, *, checkpoint: bool
+    layers: nn.Module, value: Value, skips: Skips, label: str, *, checkpoint: bool
 ) -> tuple[Value, Skips]:
     """Sends a micro-batch through a partition; returns it with the skip tensors that later partitions pop."""
 
@@ -191,47 +217,3 @@ def move(value: Value, device: torch.device) -> Value:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=device.type != "cpu")
     return tuple(t.to(device, non_blocking=device.type != "cpu") for t in value)
-
-
-class Pipeline:
-    """Partitions on devices, and the order in which micro-batches go through them.
-
-    Args:
-        partitions: one for each device; their parameters are there.
-        checkpoint: which micro-batches keep no activations: "always", "except_last", "never".
-    """
-
-    def __init__(
-        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device], checkpoint: str
-    ) -> None:
-        self._partitions = partitions
-        self._devices = devices
-        self._checkpoint = checkpoint
-        self._arriving = arriving_keys(partitions)
-
-    def run(self, values: Sequence[Value]) -> list[Value]:
-        """Returns micro-batches after the last partition, on its device."""
-        values = list(values)
-        skips: list[Skips] = [{} for _ in values]
-        # As fairscale's: the first partition says whether the module is in training mode.
-        training = self._partitions[0].training
-        stop = checkpointed_cells(self._checkpoint, len(values)) if training else 0
-        for tick in ticks(len(values), len(self._partitions)):
-            # Copies first: behind a cell of this tick they would wait for it.
-            arrived = [self._fetch(i, j, values, skips) for i, j in tick]
-            # A cell on the host keeps this thread busy: others are launched before.
-            for (i, j), came in sorted(
-                zip(tick, arrived, strict=True), key=lambda c: self._devices[c[0][1]].type == "cpu"
-            ):
-                values[i], left = run_cell(
-                    self._partitions[j], values[i], came, f"chunk{i}-part{j}", checkpoint=i < stop
-                )
-                skips[i].update(left)
-        return values
-
-    def _fetch(self, i: int, j: int, values: list[Value], skips: list[Skips]) -> Skips:
-        """Brings a micro-batch to a partition's device, and the skip tensors popped there, which are returned."""
-        device = self._devices[j]
-        values[i] = move(values[i], device)
-        came = {key: skips[i].pop(key) for key in self._arriving[j]}
-        return {key: None if t is None else move(t, device) for key, t in came.items()}  # type: ignore[misc]

@@ -116,6 +116,15 @@ def alike(tensors: Iterable[T], numel: float = math.inf) -> Iterator[list[T]]:
     yield from kinds.values()
 
 
+def move_buffers(
+    module: torch.nn.Module, device: torch.device, source: str = "", non_blocking: bool = False
+) -> None:
+    """Moves buffers of a module itself, those on one type of device or all, in place."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and source in ("", buffer.device.type):
+            module._buffers[name] = buffer.to(device, non_blocking=non_blocking)
+
+
 def name_of(func: AnyCallable) -> str:
     """Returns a function's own name, or "get", "set" or "delete" and an attribute's."""
     try:

@@ -277,7 +277,15 @@ class Averaging:
     ) -> None:
         self._optimizer, self._given, self._backend = optimizer, group, backend
         self.note_parameters()
-        self.world_size = self._find_world_size(world_size)
+        ranks = self._find_group()
+        if world_size is None:
+            world_size = 1 if ranks is None else ranks.world_size
+        elif world_size > 1 and ranks is not None and ranks.world_size != world_size:
+            raise AdaScaleArgumentError(
+                f"world_size is {world_size}, but gradients would be compared over a group of {ranks.world_size} "
+                "ranks; pass the group that averages them: shardkit.AdaScale(optimizer, group=...)"
+            )
+        self.world_size = world_size
 
     def parameters(self) -> list[nn.Parameter]:
         return [p for g in self._optimizer.param_groups for p in g["params"]]
@@ -302,17 +310,6 @@ class Averaging:
     def _behind(self, param: nn.Parameter) -> list[nn.Parameter]:
         flat = self._flats.get(param)
         return [param] if flat is None else [original.param for original in flat.originals]
-
-    def _find_world_size(self, given: int | None) -> int:
-        group = self._find_group()
-        if given is None:
-            return 1 if group is None else group.world_size
-        if given > 1 and group is not None and group.world_size != given:
-            raise AdaScaleArgumentError(
-                f"world_size is {given}, but gradients would be compared over a group of {group.world_size} ranks; "
-                "pass the group that averages them: shardkit.AdaScale(optimizer, group=...)"
-            )
-        return given
 
     def _find_group(self) -> Group | None:
         if isinstance(self._optimizer, OSS) and self._given is None:

@@ -51,7 +51,7 @@ def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
     return found
 
 
-class GradScaler(torch.cuda.amp.GradScaler):  # noqa: TID251 - the old name, which programs ask for on any device
+class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for any device and for gradients of any floating-point dtype.
 
     It takes the device from what is scaled first. torch's refuses fp16 gradients, which a model in half
@@ -80,6 +80,7 @@ class GradScaler(torch.cuda.amp.GradScaler):  # noqa: TID251 - the old name, whi
                 f"growth_factor={growth_factor} has to be above 1, and backoff_factor={backoff_factor} between 0 and 1"
             )
         # "cpu" is the device type for which torch's class never disables itself; the first scale() sets the true one
+        # by name: fairscale's scalers have another class of torch's in between, with other arguments
         torch.amp.GradScaler.__init__(
             self, "cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -144,21 +145,17 @@ class GradScaler(torch.cuda.amp.GradScaler):  # noqa: TID251 - the old name, whi
             and self._scale is not None
             and lacks_kernel("_amp_update_scale_", self._scale.device)
         ):
-            new_scale = self._scale_after_steps()
-        super().update(new_scale)
-
-    def _scale_after_steps(self) -> torch.Tensor:
-        scale, tracker = self._check_scale_growth_tracker("update")
-        found = [
-            f for state in self._per_optimizer_states.values() for f in state["found_inf_per_device"].values()
-        ]
-        if not found:
-            raise LifecycleError(
-                "update() comes after step() or unscale_(); none was called since the last update"
+            scale, tracker = self._check_scale_growth_tracker("update")
+            states = self._per_optimizer_states.values()
+            found = [f for state in states for f in state["found_inf_per_device"].values()]
+            if not found:
+                raise LifecycleError(
+                    "update() comes after step() or unscale_(); none was called since the last update"
+                )
+            new_scale = updated_scale(
+                scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
             )
-        return updated_scale(
-            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
-        )
+        super().update(new_scale)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads what :meth:`state_dict` returned.

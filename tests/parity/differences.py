@@ -71,8 +71,6 @@ DIFFERENCES = [
     Difference("better", f"{CHECKPOINT}.ThreadLocal*", "what the first run computed can be kept for the second"),
     Difference("better", f"{CHECKPOINT}.checkpoint_wrapper", "maintain_forward_counter= of fairscale 0.3 is accepted"),
     # ---------------------------------------------------------------- optimizers
-    Difference("better", "optim.grad_scaler.*", "torch.amp.GradScaler, for any device; torch.cuda.amp's is deprecated",
-               what="base"),
     Difference("better", "optim.grad_scaler.ShardedGradScaler.__init__", "can be given a backend"),
     Difference("better", "optim.oss.OSS.clip_grad_norm", "takes error_if_nonfinite= and foreach= of torch's"),
     Difference("behaviour", "optim.oss.OSS", "broadcast_fp16 leaves parameters alone that are not fp32"),

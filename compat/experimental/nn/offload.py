@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.torch_seams.tensors import move_buffers
 from shardkit.types import Args, Context, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
 
@@ -91,7 +92,8 @@ class ModelShard(nn.Module):
             gradient, p.grad = p.grad, None
             self._resting.append((p, p.data, gradient))
             p.data = p.data.to(self.device, non_blocking=non_blocking)
-        _move_buffers(self.model_shard, self.device, non_blocking)
+        for m in self.model_shard.modules():
+            move_buffers(m, self.device, non_blocking=non_blocking)
 
     backward_load = forward_load
 
@@ -109,16 +111,10 @@ class ModelShard(nn.Module):
                 moved = new.to(data.device)  # waited for: the optimizer reads it on the host
                 gradient = moved if gradient is None else gradient.add_(moved)
             p.grad = gradient
-        _move_buffers(self.model_shard, self.offload_device, False)
+        for m in self.model_shard.modules():
+            move_buffers(m, self.offload_device)
 
     backward_drop = forward_drop
-
-
-def _move_buffers(module: nn.Module, device: torch.device, non_blocking: bool) -> None:
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = buffer.to(device, non_blocking=non_blocking)
 
 
 def _pack(params: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | _Saved:

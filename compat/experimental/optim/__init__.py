@@ -1,8 +1,7 @@
 """fairscale.experimental.optim."""
 
-import enum
-
 import torch
+from torch.amp.grad_scaler import OptState
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.types import Tree
@@ -11,14 +10,6 @@ __all__ = ["DynamicLossScaler"]
 
 
 # For sharded training take :class:`shardkit.ShardedGradScaler`, which agrees with other ranks on what overflowed.
-class OptState(enum.Enum):
-    """Tells how far an optimizer is since the last ``update()``."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
 class DynamicLossScaler:
     """Scales losses; steps are skipped and the scale falls where gradients are not finite.
 

@@ -337,9 +337,7 @@ def worker_process(
         teardown()
 
 
-def torch_spawn(
-    world_sizes: Sequence[int] | None = None,
-) -> Callable[[AnyCallable], AnyCallable]:
+def torch_spawn(world_sizes: Sequence[int] | None = None) -> Callable[[AnyCallable], AnyCallable]:
     """Decorates a function that is to be tested on ranks: its module gets ``test_<name>``, which pytest collects.
 
     The function takes the test's fixtures and parameters; ``rank`` among them is not passed.

@@ -28,7 +28,6 @@ def checkpoint_wrapper(
 
 
 def _accelerator() -> ModuleType | None:
-    """Returns torch's module for the accelerator, if there is one."""
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 

@@ -305,18 +305,10 @@ class FullyShardedDataParallel(StandIn):
         engine = self._state.engine
         return engine is None or not engine.state.accumulating
 
-    @property
-    def _streams(self) -> dict[str, object]:
-        """Returns None: collectives have streams of their own."""
-        return {}
-
-    @property
-    def _reducer(self) -> None:
-        """Returns None: a unit's gradients are reduced together, without buckets."""
-
-    @property
-    def _num_flatten_params(self) -> int:
-        return len(self._state.flats) if self.flatten_parameters else 0
+    # Collectives have streams of their own; a unit's gradients are reduced together, without buckets.
+    _streams = property(lambda _: {})
+    _reducer = property(lambda _: None)
+    _num_flatten_params = property(lambda self: len(self._state.flats) if self.flatten_parameters else 0)
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Returns this wrapper's own parameters; those of other wrappers that it uses are theirs."""

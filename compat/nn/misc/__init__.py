@@ -9,12 +9,7 @@ from shardkit.types import StateDict
 
 from ..checkpoint import checkpoint_wrapper
 
-__all__ = [
-    "FlattenParamsWrapper",
-    "GradBucket",
-    "ParamBucket",
-    "checkpoint_wrapper",
-]
+__all__ = ["FlattenParamsWrapper", "GradBucket", "ParamBucket", "checkpoint_wrapper"]
 
 
 # Named by wrappers that fairscale has pickled.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardkit.compat.redirected import redirected_names
 from shardkit.model_parallel import groups
+from shardkit.model_parallel.groups import *  # noqa: F403
+from shardkit.model_parallel.groups import ensure_divisibility  # noqa: F401
 
 # fairscale's module variables, which existing code reads to learn whether the groups exist
 _VARIABLES = {
@@ -17,11 +18,10 @@ _VARIABLES = {
     "_PIPELINE_PARALLEL_GROUP": groups.get_pipeline_parallel_group,
     "_PIPELINE_PARALLEL_RANKS": groups.get_pipeline_parallel_ranks,
 }
-_functions = redirected_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Returns functions of :mod:`shardkit.model_parallel.groups`, and fairscale's variables as they are now."""
+    """Returns fairscale's variables as they are now."""
     if name not in _VARIABLES:
-        return _functions(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _VARIABLES[name]() if groups.model_parallel_is_initialized() else None

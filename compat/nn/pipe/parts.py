@@ -344,11 +344,7 @@ def profile_times(
 ) -> list[int]:
     """Returns how many microseconds forward and backward of each layer take, summed over rounds until the time is over.
 
-    Args:
-        module: stays as it is; layers run one after the other, on copies.
-        sample: input with any batch size.
-        timeout: seconds; there is at least one round.
-        device: where they run.
+    There is at least one round. Arguments are those of :func:`balance_by_time`.
 
     Raises:
         ConfigurationError: (a ValueError) parameters have gradients, which copies would share the memory of.
@@ -382,14 +378,7 @@ def profile_sizes(
     """Counts bytes that each layer needs in training: ``param_scale`` times its parameters, and what backward needs.
 
     What is kept is counted, for one sample, from what autograd saves and the layer returns. So it works on any device,
-    where fairscale reads CUDA's memory counters.
-
-    Args:
-        module: stays as it is.
-        input: a mini-batch.
-        chunks: micro-batches it will be cut into.
-        param_scale: copies of parameters: themselves, gradients, optimizer state.
-        device: where the layers run.
+    where fairscale reads CUDA's memory counters. Arguments are those of :func:`balance_by_size`.
     """
     samples = in_tuple(input)[0].size(0) / chunks
     value: TensorOrTensors = tuple(t[:1] for t in input) if isinstance(input, tuple) else input[:1]

@@ -20,7 +20,8 @@ from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_lo
 from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.shard_gradients import clip_params
-from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize, move_buffers
+from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize
+from shardkit.torch_seams.tensors import move_buffers
 from shardkit.torch_seams.wrappers import versions_of
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
@@ -156,7 +157,8 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         self._hold_shards(self._cut)
         self._state.cast_buffers()
         if device is not None:
-            move_buffers(self.module, device)
+            for m in self.module.modules():
+                move_buffers(m, device)
 
     # ------------------------------------------------------------ shards
     def _hold_shards(self, cut: PaddedCut) -> None:
@@ -184,11 +186,6 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         for path, m in self.named_modules(remove_duplicate=not every_name):
             if isinstance(m, XlaFullyShardedDataParallel):
                 yield path, m
-
-    def _named_shards(self, recurse: bool) -> Iterator[tuple[str, nn.Parameter]]:
-        for path, m in self._holders() if recurse else [("", self)]:
-            for shard in m._shards:
-                yield (f"{path}.{shard.name}" if path else shard.name), shard.flat.param
 
     def _adapted(self, options: Options) -> Options:
         layout = self._cut.layout if options.flatten else EachAlone(self._cut.layout)
@@ -232,9 +229,10 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         listed = set()
-        for name, param in self._named_shards(recurse):
-            listed.add(param)
-            yield (f"{prefix}.{name}" if prefix else name), param
+        for path, m in self._holders() if recurse else [("", self)]:
+            for shard in m._shards:
+                listed.add(shard.flat.param)
+                yield ".".join(filter(None, (prefix, path, shard.name))), shard.flat.param
         for name, param in nn.Module.named_parameters(self, prefix, recurse, remove_duplicate):
             if param not in listed:
                 yield name, param

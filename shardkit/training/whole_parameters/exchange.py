@@ -383,19 +383,14 @@ class Gathered(Bringing):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.owned = [OwnedParameter(p, shard_of(p)) for p in parts]
-        self._of_flat: dict[int, list[OwnedParameter]] = {}
-        self._flats: dict[int, FlatParam] = {}
-        for owned in self.owned:
-            flat = owned.part.flat
-            if flat is not None:
-                self._flats[id(flat)] = flat
-                self._of_flat.setdefault(id(flat), []).append(owned)
-        for of_flat in self._of_flat.values():
-            of_flat.sort(key=lambda owned: owned.part.number)
+        self._flats = [
+            (flat, sorted((o for o in self.owned if o.part.flat is flat), key=lambda o: o.part.number))
+            for flat in shards_of(parts)
+        ]
 
     def start(self, gradients: bool) -> None:
-        for key, flat in self._flats.items():
-            for owned, value in zip(self._of_flat[key], self._items(flat, flat.param.detach()), strict=True):
+        for flat, of_flat in self._flats:
+            for owned, value in zip(of_flat, self._items(flat, flat.param.detach()), strict=True):
                 owned.param.grad = None
                 owned.param.data = value.view(owned.part.shape)
             gradient = flat.param.grad if gradients else None
@@ -407,7 +402,7 @@ class Gathered(Bringing):
                     f"which is known to the device alone on {flat.group.backend.name}: an optimizer that updates "
                     "whole parameters can't skip them. Use fully_shard, or wrap with flatten=False"
                 )
-            for owned, value in zip(self._of_flat[key], self._items(flat, gradient), strict=True):
+            for owned, value in zip(of_flat, self._items(flat, gradient), strict=True):
                 owned.param.grad = value.view(owned.part.shape)
 
     def _items(self, flat: FlatParam, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -423,8 +418,8 @@ class Gathered(Bringing):
 
     @torch.no_grad()
     def take_back(self) -> None:
-        for key, flat in self._flats.items():
-            rows = [owned.param.detach().reshape(-1) for owned in self._of_flat[key]]
+        for flat, of_flat in self._flats:
+            rows = [owned.param.detach().reshape(-1) for owned in of_flat]
             values = own_part(put_together(rows, flat.layout), flat.group)
             flat.param.data.copy_(values.view(flat.param.shape))
 

@@ -45,18 +45,12 @@ class Part:
     def __init__(
         self, name: str, flat: FlatParam | None, number: int, param: nn.Parameter, pieces: Sequence[Piece]
     ) -> None:
-        self.name, self.flat, self.number = name, flat, number
-        self.pieces: tuple[Piece, ...] = ()
-        self.here: Piece | None = None
+        self.name, self.flat, self.number, self.pieces = name, flat, number, tuple(pieces)
         self.set_to_none = False
-        if flat is None:
-            self.shape = param.shape
-            self.listed: nn.Parameter = param
-            return
-        self.shape = flat.originals[number].shape
-        self.pieces = tuple(pieces)
-        self.here = next((p for p in self.pieces if p.rank == flat.group.rank), None)
-        self.listed = ListedParameter.of(self, flat)
+        self.shape = param.shape if flat is None else flat.originals[number].shape
+        own = () if flat is None else (p for p in self.pieces if p.rank == flat.group.rank)
+        self.here = next(iter(own), None)
+        self.listed: nn.Parameter = param if flat is None else ListedParameter.of(self, flat)
 
     @property
     def trains(self) -> bool:

@@ -397,7 +397,7 @@ class WholeParameters(Optimizer):
         ):
             group.update(given)
             if inner.optimizer is not None:
-                packed = {**given, "params": list(range(len(inner.params)))}
+                packed = {**given, "params": list(range(len(inner.spans)))}
                 inner.optimizer.load_state_dict({"state": state, "param_groups": [packed]})
         self.state.clear()
         for inner in self._placing.inners:
@@ -474,7 +474,7 @@ def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
     for inner in inners:
         if inner.optimizer is None:
             continue
-        for param, spans in zip(inner.params, inner.spans, strict=True):
+        for param, spans in inner.spans.items():
             state = inner.optimizer.state.get(param)
             for part, piece in spans if state else ():
                 flat = part.flat
@@ -552,7 +552,7 @@ def own_part(
     found = [
         {
             index: copy.deepcopy(slot_of(param, spans).cut(by_name))
-            for index, (param, spans) in enumerate(zip(inner.params, inner.spans, strict=True))
+            for index, (param, spans) in enumerate(inner.spans.items())
             if any(by_name.get(part.name) for part, _ in spans)
         }
         for inner in inners

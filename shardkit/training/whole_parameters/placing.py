@@ -32,33 +32,22 @@ class Inner:
 
     Attributes:
         members: all of the rule's parameters, wherever they are updated.
-        params: what it updates.
-        spans: of each, the parts that lie in it: the part, and its piece; None for a whole part.
+        spans: what it updates, and of each the parts that lie in it: the part, and its piece; None for a whole part.
         optimizer: None if it has no parameters here.
         shown: how many states of it :meth:`show_state` has shown.
     """
 
     rule: Rule
     members: list[Part]
-    params: list[nn.Parameter] = field(default_factory=list)
-    spans: list[list[tuple[Part, Piece | None]]] = field(default_factory=list)
+    spans: dict[nn.Parameter, list[tuple[Part, Piece | None]]] = field(default_factory=dict)
     optimizer: Optimizer | None = None
     shown: int = 0
-
-    def add(self, param: nn.Parameter, spans: list[tuple[Part, Piece | None]]) -> None:
-        self.params.append(param)
-        self.spans.append(spans)
-
-    def make(self) -> None:
-        """Makes it, as its parameters have their values now."""
-        if self.params:
-            self.optimizer = self.rule.build([{"params": self.params}], **self.rule.options)
 
     def show_state(self, state: dict[torch.Tensor, StateDict]) -> None:
         """Lets a state by listed parameters have what this optimizer keeps of them."""
         if self.optimizer is None or len(self.optimizer.state) == self.shown:
             return
-        for param, spans in zip(self.params, self.spans, strict=True):
+        for param, spans in self.spans.items():
             for part, _ in spans if param in self.optimizer.state else ():
                 state[part.listed] = self.optimizer.state[param]
         self.shown = len(self.optimizer.state)
@@ -69,7 +58,7 @@ class Inner:
             return {}
         return {
             spans[0][0].name: self.optimizer.state.get(param, {})
-            for param, spans in zip(self.params, self.spans, strict=True)
+            for param, spans in self.spans.items()
             if spans[0][1] is None
         }
 
@@ -106,7 +95,8 @@ class Placing:
             exchange.finish()
         try:
             for inner in self.inners:
-                inner.make()
+                if inner.spans:
+                    inner.optimizer = inner.rule.build([{"params": [*inner.spans]}], **inner.rule.options)
         finally:
             for exchange in self.exchanges:
                 exchange.forget()
@@ -118,16 +108,16 @@ class Placing:
             part = self._parts[number]
             flat = part.flat
             if flat is None:
-                inner.add(part.listed, [(part, None)])
+                inner.spans[part.listed] = [(part, None)]
             elif _is_compiled(part):
                 if id(flat) not in shards:
                     shards.add(id(flat))
                     inside = [p for p in self._parts if p.flat is flat]
-                    inner.add(flat.param, [(p, p.here) for p in inside if p.here is not None])
+                    inner.spans[flat.param] = [(p, p.here) for p in inside if p.here is not None]
             elif part.here is not None:
                 param = self._shard(flat).add(part, torch.Size([part.here.numel]))
                 whole = Piece(part.here.item, part.here.start, part.here.rank, 0, part.here.numel)
-                inner.add(param, [(part, whole)])
+                inner.spans[param] = [(part, whole)]
 
     def _shard(self, flat: FlatParam) -> ShardInPlace:
         return self._in_place.setdefault(id(flat), ShardInPlace(flat))
@@ -148,7 +138,6 @@ class Placing:
     def _owners(self, rules: Sequence[Rule], cost: Cost) -> dict[int, int]:
         """Returns the owner of each whole sharded parameter, by its number, within its flat parameter's group."""
         bundles: dict[tuple[int, ...], list[tuple[float, list[int]]]] = {}
-        groups: dict[tuple[int, ...], Group] = {}
         for index, rule in enumerate(rules):
             if rule.kind is UpdateKind.PIECES:
                 continue
@@ -158,7 +147,6 @@ class Placing:
                 if flat is None or flat.group.backend.even_shards_only:
                     continue
                 together.append(number)
-                groups[flat.group.ranks] = flat.group
                 if rule.kind is UpdateKind.WHOLE:
                     bundles.setdefault(flat.group.ranks, []).append(
                         (self._cost(rule, number, cost), [number])
@@ -186,7 +174,7 @@ class Placing:
 
     def _place_whole(self) -> None:
         places: dict[int, nn.Parameter] = {}
-        traveling: dict[tuple[object, ...], list[int]] = {}
+        traveling: dict[tuple[object, ...], tuple[FlatParam, list[int]]] = {}
         for number, owner in self.owners.items():
             part = self._parts[number]
             flat = part.flat
@@ -197,9 +185,12 @@ class Placing:
                     places[number] = self._shard(flat).add(part, part.shape)
                 continue
             key = (flat.group.ranks, flat.param.dtype, flat.param.device, flat.compute_device)
-            traveling.setdefault(key, []).append(number)
-        for _, found in sorted(traveling.items(), key=str):
-            self._bring(self._exchange(sorted(found)), places)
+            traveling.setdefault(key, (flat, []))[1].append(number)
+        for _, (flat, numbers) in sorted(traveling.items(), key=lambda item: str(item[0])):
+            numbers.sort()
+            parts, owners = [self._parts[n] for n in numbers], [self.owners[n] for n in numbers]
+            channel = flat.group.channel("gradients")
+            self._bring(Exchange(channel, parts, owners, flat.compute_device), places)
         for inner in self.inners:
             if inner.rule.kind is UpdateKind.PIECES:
                 continue
@@ -213,15 +204,9 @@ class Placing:
                 )
             for number, part in zip(inner.rule.members, inner.members, strict=True):
                 if part.flat is None:
-                    inner.add(part.listed, [(part, None)])
+                    inner.spans[part.listed] = [(part, None)]
                 elif number in places:
-                    inner.add(places[number], [(part, None)])
-
-    def _exchange(self, numbers: Sequence[int]) -> Exchange:
-        parts = [self._parts[n] for n in numbers]
-        flat = next(p.flat for p in parts if p.flat is not None)
-        owners = [self.owners[n] for n in numbers]
-        return Exchange(flat.group.channel("gradients"), parts, owners, flat.compute_device)
+                    inner.spans[places[number]] = [(part, None)]
 
     def _bring(self, bringing: Bringing, places: dict[int, nn.Parameter]) -> None:
         self.exchanges.append(bringing)

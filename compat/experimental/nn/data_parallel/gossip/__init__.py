@@ -136,6 +136,7 @@ class StochasticGradientPush:
     Attributes:
         weight: the share, [1], in fp32 at least.
         is_weighed: whether the parameters are multiplied by it now.
+        is_regular: averages with some peers have no bias.
 
     Raises:
         ConfigurationError: the backend can't send different things from rank to rank.
@@ -155,20 +156,12 @@ class StochasticGradientPush:
         )
         first = self._params[0]
         self._mixing = options.mixing or UniformMixing(self._graph, first.device)
-        self._regular = self._mixing.is_regular()
+        self.is_regular = self._mixing.is_regular()
         self._gossiper: type[Gossiper] = PushSum if options.push_sum else PushPull
         self.weight = torch.ones(
             1, device=first.device, dtype=torch.promote_types(first.dtype, torch.float32)
         )
         self.is_weighed = False
-
-    def check_unbiased(self) -> None:
-        """Raises ConfigurationError where averages with some peers have a bias."""
-        if not self._regular:
-            raise ConfigurationError(
-                "this mixing gives biased averages, which slow momentum can't be applied to; set "
-                "slowmo_memory_efficient or slowmo_sgp_average_params"
-            )
 
     def gossip(self, tensors: list[torch.Tensor], nodes: Group) -> None:
         """Makes one step of push-sum: keeps a share, sends the rest, adds what comes."""
@@ -183,19 +176,19 @@ class StochasticGradientPush:
         received, received_weight = gossiper.mix(flat, weight.to(dtype))
         for tensor, new in zip(tensors, unflatten_tensors(flat.add_(received), tensors), strict=True):
             tensor.copy_(new)
-        self.weight.copy_(torch.ones_like(weight) if self._regular else weight + received_weight)
+        self.weight.copy_(torch.ones_like(weight) if self.is_regular else weight + received_weight)
 
     @torch.no_grad()
     def weigh(self) -> None:
         """Makes parameters what push-sum mixes and the optimizer changes: times their weight."""
-        if not self._regular and not self.is_weighed:
+        if not self.is_regular and not self.is_weighed:
             torch._foreach_mul_(self._params, self.weight.item())
             self.is_weighed = True
 
     @torch.no_grad()
     def unbias(self) -> None:
         """Makes parameters what the model uses: divided by their weight."""
-        if not self._regular and self.is_weighed:
+        if not self.is_regular and self.is_weighed:
             torch._foreach_div_(self._params, self.weight.item())
             self.is_weighed = False
 
@@ -281,8 +274,12 @@ class SlowMoDataParallel(nn.Module):
         if several and is_push:
             gossip = gossip or GossipOptions()
             self._push = StochasticGradientPush(module.parameters(), nodes, gossip)
-            if self._slow.is_on and not self._slow.shards and not gossip.averages_before_slow_momentum:
-                self._push.check_unbiased()
+            averages = self._slow.shards or gossip.averages_before_slow_momentum
+            if self._slow.is_on and not averages and not self._push.is_regular:
+                raise ConfigurationError(
+                    "this mixing gives biased averages, which slow momentum can't be applied to; set "
+                    "slowmo_memory_efficient or slowmo_sgp_average_params"
+                )
         self._begin()
 
     def _begin(self) -> None:
@@ -493,7 +490,6 @@ class SlowMomentum:
 
 
 def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns a value with the strides of a parameter."""
     if value.stride() == p.stride():
         return value
     return torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value.view(p.shape))
@@ -567,7 +563,12 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
                 "well), and torch.profiler shows where time goes; leave both False"
             )
         nodes = Nodes.of(module, nprocs_per_node, global_group, master_group, local_node_group)
-        _check_place(nodes, process_rank, process_world_size)
+        place = nodes.world.rank, nodes.world.world_size
+        if process_rank not in (None, place[0]) or process_world_size not in (None, place[1]):
+            raise ConfigurationError(
+                f"process_rank={process_rank}, process_world_size={process_world_size}; the group says {place[0]} of "
+                f"{place[1]}"
+            )
         shards = slowmo_num_shards if slowmo_memory_efficient else 0
         super().__init__(
             module,
@@ -586,7 +587,7 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
         self.localsgd_frequency = localsgd_frequency
         self.slowmo_sgp_average_params = slowmo_sgp_average_params
         # where this rank is, and what is on, by fairscale's names
-        self.process_rank, self.process_world_size = nodes.world.rank, nodes.world.world_size
+        self.process_rank, self.process_world_size = place
         self.nprocs_per_node, self.local_rank = nodes.ranks, nodes.local_rank
         self.logical_rank, self.logical_world_size = nodes.index, nodes.count
         self.localsgd, self.sgp = self._localsgd_frequency > 0, self._push is not None
@@ -607,12 +608,3 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
         return self._push is not None and self._push.is_weighed
 
     num_updates = property(attrgetter("_steps"))
-
-
-def _check_place(nodes: Nodes, rank: int | None, world_size: int | None) -> None:
-    """Raises ConfigurationError for a place, if it is given, that is not the group's."""
-    real = nodes.world.rank, nodes.world.world_size
-    if any(given not in (None, true) for given, true in zip((rank, world_size), real, strict=True)):
-        raise ConfigurationError(
-            f"process_rank={rank}, process_world_size={world_size}; the group says {real[0]} of {real[1]}"
-        )

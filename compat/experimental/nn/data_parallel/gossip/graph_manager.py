@@ -12,6 +12,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import torch
 
@@ -111,7 +112,8 @@ class GraphManager(ABC):
     def get_edges(self, rotate: bool = False) -> tuple[list[Edge], list[Edge]]:
         """Returns this step's edges from and to this node; ``rotate``: the next step's."""
         if rotate:
-            self._rotate_group_indices()
+            peers = len(self.phone_book[self.rank])
+            self._group_indices = [(i + self.peers_per_itr) % peers for i in self._group_indices]
         mine = self.rank * self.nprocs_per_node
         out = [self.phone_book[self.rank][i] for i in self._group_indices]
         into = [edges[i] for i in self._group_indices for edges in self.phone_book if edges[i].dest == mine]
@@ -121,10 +123,6 @@ class GraphManager(ABC):
         """Finds, as :meth:`get_edges`, ranks sent to and nodes heard from."""
         out, into = self.get_edges(rotate)
         return [e.dest for e in out], [e.src // self.nprocs_per_node for e in into]
-
-    def _rotate_group_indices(self) -> None:
-        peers = len(self.phone_book[self.rank])
-        self._group_indices = [(i + self.peers_per_itr) % peers for i in self._group_indices]
 
     def _rotate_forward(self, r: int, p: int) -> int:
         return (r + p) % self.world_size
@@ -307,23 +305,12 @@ class Gossiper:
         self.refresh_peers_(rotate=False)
         self.refresh_mixing_weights_()
 
-    @property
-    def ps_weight(self) -> torch.Tensor:
-        """Returns the weight that was last sent from, [1]."""
-        return self._ps_weight
-
-    @ps_weight.setter
-    def ps_weight(self, v: torch.Tensor) -> None:
-        self._ps_weight.copy_(v)
-
-    @property
-    def peers_per_itr(self) -> int:
-        """Tells to how many peers a step sends."""
-        return self._graph_manager.peers_per_itr
-
-    @peers_per_itr.setter
-    def peers_per_itr(self, v: int) -> None:
-        self._graph_manager.peers_per_itr = v
+    # the weight that was last sent from, [1]; to how many peers a step sends
+    ps_weight = property(attrgetter("_ps_weight"), lambda self, v: self._ps_weight.copy_(v))
+    peers_per_itr = property(
+        attrgetter("_graph_manager.peers_per_itr"),
+        lambda self, v: setattr(self._graph_manager, "peers_per_itr", v),
+    )
 
     def refresh_peers_(self, rotate: bool | None = None) -> None:
         """Takes the edges of this step (``rotate``: the next one's; default: if the graph is dynamic)."""
