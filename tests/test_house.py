@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_243  # of all source; to be lowered with each release
+LINES = 65_115  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_325,
+    "backends": 7_295,
     "compat": 9_510,
     "shardkit": 2_360,  # the files right there
-    "shardkit/checkpoint": 6_745,
+    "shardkit/checkpoint": 6_715,
     "shardkit/flattening": 880,
     "shardkit/fsdp": 11_332,
     "shardkit/integrations": 517,
-    "shardkit/launching": 570,
+    "shardkit/launching": 560,
     "shardkit/model_parallel": 1_515,
     "shardkit/optimizer_state": 1_305,
     "shardkit/optimizers": 540,
     "shardkit/oss": 3_085,
     "shardkit/pipeline": 1_515,
     "shardkit/reduction": 1_557,
-    "shardkit/tools": 7_900,
-    "shardkit/torch_seams": 1_284,
-    "shardkit/tracing": 1_620,
+    "shardkit/tools": 7_780,
+    "shardkit/torch_seams": 1_295,
+    "shardkit/tracing": 1_575,
     "shardkit/training": 4_800,
     "shardkit/wrapping": 1_035,
 }
