@@ -333,7 +333,11 @@ class SlowMoDataParallel(nn.Module):
             self._slow_momentum.step(optimizer)
         if self._push is not None and (averages_itself or average):
             self._push.weight.fill_(1)
-        _copy_back(copies, list(self.module.parameters()))
+        if copies:
+            params: list[torch.Tensor] = [*self.module.parameters()]
+            flat = copies[0] if len(copies) == 1 else flatten_tensors(copies)
+            for p, new in zip(params, unflatten_tensors(flat, params), strict=True):
+                p.copy_(new)
         self._steps = step
 
     def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
@@ -379,13 +383,6 @@ def _copies(fp32_params: Tree) -> list[torch.Tensor]:
     if fp32_params is None:
         return []
     return [fp32_params] if isinstance(fp32_params, torch.Tensor) else list(fp32_params)
-
-
-def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
-    if copies:
-        flat = copies[0] if len(copies) == 1 else torch.cat([c.reshape(-1) for c in copies])
-        for p, new in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            p.copy_(new.view(p.shape))
 
 
 # ------------------------------------------------------------ slow momentum
