@@ -203,14 +203,16 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
         return None
     frames = [inner for inner, _ in traceback.walk_stack(frame)]
     operation, group, peer = _collective(frames)
-    error = _handled(thread)
+    found: Any = sys._current_exceptions().get(thread)  # it is in an ``except`` or ``finally`` block
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
     if id(error) == background:
         error = None
+    place, _ = _innermost((inner, inner.f_lineno) for inner in frames)
     counts = issued_of_torch() if operation else {}
     outermost = frames[-1].f_code
     return ThreadPosition(
         (id(frame), frame.f_lasti, id(error), counts.get(group)),
-        _where(frames),
+        f"{place.file}:{place.line} in {place.function}",
         operation,
         group,
         peer,
@@ -295,18 +297,6 @@ def _called(frame: FrameType) -> str:
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             name = str(instruction.argval)
     return name
-
-
-def _where(frames: list[FrameType]) -> str:
-    """Returns the innermost line that is the program's, or else a library's, or else any."""
-    place, _ = _innermost((frame, frame.f_lineno) for frame in frames)
-    return f"{place.file}:{place.line} in {place.function}"
-
-
-def _handled(thread: int) -> BaseException | None:
-    """Returns the exception that a thread is handling (in an ``except`` or ``finally`` block)."""
-    found: Any = sys._current_exceptions().get(thread)  # before Python 3.12 a tuple
-    return found[1] if isinstance(found, tuple) else found
 
 
 class StackReport(NamedTuple):

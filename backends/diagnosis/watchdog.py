@@ -38,9 +38,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Generic, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -74,19 +75,7 @@ class NoAnswer(Exception):
     """The store has not answered in time; it may do so later."""
 
 
-class _StoreRequest(Generic[T]):
-    def __init__(self, call: Callable[[], T]) -> None:
-        self.call = call
-        self.is_done = threading.Event()
-        self.value: T
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.value = self.call()
-        except BaseException as error:  # noqa: BLE001 - the asker's
-            self.error = error
-        self.is_done.set()
+_Request: TypeAlias = "tuple[Future[Any], Callable[[], object]]"  # a call, and where its result comes
 
 
 class StoreThread:
@@ -96,8 +85,8 @@ class StoreThread:
         self._lock = threading.Lock()
         self._process = 0
         self._thread: threading.Thread | None = None
-        self._asked: queue.SimpleQueue[_StoreRequest[Any] | None] = queue.SimpleQueue()
-        self._overdue: _StoreRequest[Any] | None = None
+        self._asked: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._overdue: Future[Any] | None = None
 
     def ask(self, call: Callable[[], T], seconds: float, *, patient: bool = False) -> T:
         """``call()``, or its error.
@@ -105,23 +94,15 @@ class StoreThread:
         Args:
             patient: wait, though an earlier call is overdue.
         """
-        asked = _StoreRequest(call)
-        overdue = self._overdue
-        if (
-            not patient
-            and overdue is not None
-            and not overdue.is_done.is_set()
-            and self._process == os.getpid()
-        ):
+        overdue, answer = self._overdue, Future[T]()
+        if not patient and overdue is not None and not overdue.done() and self._process == os.getpid():
             raise NoAnswer
         self._begin()
-        self._asked.put(asked)
-        if not asked.is_done.wait(seconds):
-            self._overdue = asked
+        self._asked.put((answer, call))
+        if not wait([answer], seconds).done:
+            self._overdue = answer
             raise NoAnswer
-        if asked.error is not None:
-            raise asked.error
-        return asked.value
+        return answer.result()
 
     def end(self) -> None:
         """Ends it before the interpreter ends: a thread that comes back from the store then would abort the process."""
@@ -141,10 +122,14 @@ class StoreThread:
                 self._thread.start()
 
     @staticmethod
-    def _run(calls: queue.SimpleQueue[_StoreRequest[Any] | None]) -> None:
+    def _run(calls: queue.SimpleQueue[_Request | None]) -> None:
         while (asked := calls.get()) is not None:
-            asked.run()
-            del asked  # it holds a store
+            answer, call = asked
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the asker's
+                answer.set_exception(error)
+            del asked, answer, call  # they hold a store
 
 
 STORE_THREAD = StoreThread()
@@ -259,9 +244,7 @@ class Watch:
         self.issued: dict[str, int] = {}
         self.recent: deque[CallFacts] = deque(maxlen=_REMEMBERED)
         self._beat = 0
-        self._suspects: dict[
-            int, WaitReport
-        ] = {}  # ranks that looked stuck, and what they had published then
+        self._suspects: dict[int, WaitReport] = {}  # ranks that looked stuck: what they had published then
         self._failed = False
         belongs_here(self)
         _watchdog.watches.add(self)
@@ -421,7 +404,10 @@ class Watch:
             if self._attentive < now:
                 self._stillness = Stillness()
             self._called, self._attentive = called, now + _ATTENTIVE
-            self._failures = self._new_failures()
+            found = self._read_failures()
+            if now - self._raised_at < _ONE_EVENT:  # it has raised an error too, and may have gone on since
+                self._known.update(entry["failed"] for _, entry in found)
+            self._failures = [(rank, entry) for rank, entry in found if entry["failed"] not in self._known]
             if self._failures:
                 rank, entry = self._failures[0]
                 self.failed_elsewhere = f"rank {rank} gave up: {entry['failed']}"
@@ -433,7 +419,7 @@ class Watch:
         return asked
 
     def _publish_stack(self, position: ThreadPosition, called: int, asked: bool) -> None:
-        still = self._stillness.seconds(position)
+        still = self._stillness.seconds(position.mark)
         if asked:
             issued = dict(self.issued)
             left, raised = (why if then == issued else "" for why, then in (self._left, self._raised))
@@ -465,13 +451,6 @@ class Watch:
                 end_vain_wait(self.thread, position, message, self.break_waits)
                 return
 
-    def _new_failures(self) -> list[tuple[int, StateDict]]:
-        """Lists failures, without those for which this rank has raised an error too: it may have gone on since."""
-        found = self._read_failures()
-        if time.monotonic() - self._raised_at < _ONE_EVENT:
-            self._known.update(entry["failed"] for _, entry in found)
-        return [(rank, entry) for rank, entry in found if entry["failed"] not in self._known]
-
     # ------------------------------------------------------------ what is published
     def _read_failures(self) -> list[tuple[int, StateDict]]:
         """Returns the other ranks that have failed, and what they published."""
@@ -501,14 +480,14 @@ class Stillness:
     """Measures for how long a thread has not moved, as far as it was looked at."""
 
     def __init__(self) -> None:
-        self._mark: tuple[object, ...] | None = None
+        self._mark: object = None
         self._since = 0.0
 
-    def seconds(self, position: ThreadPosition) -> float:
-        """Takes a new look, and returns the seconds."""
+    def seconds(self, mark: object) -> float:
+        """Takes a new look, by a mark that is another one once the thread has moved; returns the seconds."""
         now = time.monotonic()
-        if position.mark != self._mark:
-            self._mark, self._since = position.mark, now
+        if mark != self._mark:
+            self._mark, self._since = mark, now
         return now - self._since
 
 

@@ -80,7 +80,7 @@ def test_stillness_begins_anew_with_each_move(monkeypatch: pytest.MonkeyPatch) -
     stillness = Stillness()
     seconds = []
     for mark in (1, 1, 1, 2, 2):
-        seconds.append(stillness.seconds(_standing(mark)))
+        seconds.append(stillness.seconds(_standing(mark).mark))
         now[0] += 1
     assert seconds == [0, 1, 2, 0, 1]
 

@@ -117,7 +117,6 @@ def parts_of(optimizer: Optimizer) -> Parts:
 
 
 def _joined(step: Sequence[Parts]) -> Tensors:
-    """Puts all ranks' parts of a step together."""
     found: Tensors = {}
     for parts in step:
         for name, (start, numel, values) in parts.items():

@@ -79,16 +79,18 @@ class Rank:
 
     Attributes:
         everyone: carries what concerns all ranks, apart from the script's own groups.
-        environment: variables that it has set, or sees otherwise than the process; None: deleted.
+        environment: its variables.
         world: torch.distributed's lists of process groups, as far as it was asked for them.
         main: the script's module.
+        memory: counts it, where that was asked for.
     """
 
     number: int
     everyone: SimulatedGroup
-    environment: dict[str, str | None]
+    environment: dict[str, str]
     world: StateDict = field(default_factory=dict)
     main: ModuleType | None = None
+    memory: RankMemory | None = None
     seen: RankRecord = field(default_factory=RankRecord)
 
     @property
@@ -286,9 +288,6 @@ def note_call(rank: Rank, call: Call, place: SourceLine, size: int, world_size: 
 
 
 # ------------------------------------------------------------ memory
-_active: dict[int, RankMemory] = {}  # by rank
-
-
 class RankMemory(LiveTensors):
     """Counts the bytes of the storages that a rank's operations make, for as long as they live.
 
@@ -299,14 +298,6 @@ class RankMemory(LiveTensors):
     def __init__(self, rank: Rank, threads: RankThreads) -> None:
         super().__init__()
         self._rank, self._threads = rank, threads
-
-    def __enter__(self) -> Tree:
-        _active[self._rank.number] = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Tree) -> None:
-        _active.pop(self._rank.number, None)
-        super().__exit__(*error)
 
     def add(self, tensors: object) -> None:
         if not self._threads.is_finishing:
@@ -323,9 +314,8 @@ def resizing(resize: Callable[..., Tree]) -> Callable[..., Tree]:
     def resize_(storage: torch.UntypedStorage, size: int) -> Tree:
         result = resize(storage, size)
         rank = current()
-        counting = None if rank is None else _active.get(rank.number)
-        if counting is not None:
-            counting.count(storage)
+        if rank is not None and rank.memory is not None:
+            rank.memory.count(storage)
         return result
 
     return resize_

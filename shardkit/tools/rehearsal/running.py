@@ -300,7 +300,7 @@ class _Rehearsal:
             if self._on_host:
                 stack.enter_context(DevicesOnHost())
             if self._memory:
-                stack.enter_context(RankMemory(rank, self._threads))
+                rank.memory = stack.enter_context(RankMemory(rank, self._threads))
             enter_group(rank.everyone)
             begin_as_new_process(number)
             try:
@@ -312,7 +312,7 @@ class _Rehearsal:
                 rank.seen.seconds, rank.seen.waited = clock.now(number), clock.waited[number]
                 if rank.world.get("default_pg") is not None:
                     dist.destroy_process_group()
-                rank.main = None
+                rank.main = rank.memory = None
 
 
 # ------------------------------------------------------------ shardkit's backend

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib.abc
-import importlib.util
 import os
 import pdb
 import queue
@@ -20,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import TextIO
 from unittest import mock
 
 from shardkit.backends.diagnosis.stack_report import position_of
+from shardkit.backends.diagnosis.watchdog import Stillness
 from shardkit.backends.simulated.rank_threads import RankThreads
 from shardkit.launching.started import variables_of_rank
 from shardkit.types import Framework, StateDict, Tree
@@ -40,12 +40,7 @@ class RankEnvironment(os._Environ):  # type: ignore[type-arg]
 
     def __getitem__(self, key: str) -> str:
         rank = current()
-        if rank is not None and key in rank.environment:
-            value = rank.environment[key]
-            if value is None:
-                raise KeyError(key)
-            return value
-        found: str = super().__getitem__(key)
+        found: str = super().__getitem__(key) if rank is None else rank.environment[key]
         return found
 
     def __setitem__(self, key: str, value: str) -> None:
@@ -61,15 +56,12 @@ class RankEnvironment(os._Environ):  # type: ignore[type-arg]
         rank = current()
         if rank is None:
             super().__delitem__(key)
-            return
-        self[key]  # raises KeyError where there is none
-        rank.environment[key] = None
+        else:
+            del rank.environment[key]
 
     def __iter__(self) -> Iterator[str]:
         rank = current()
-        own = {} if rank is None else rank.environment
-        keys = [key for key in super().__iter__() if key not in own]
-        yield from [*keys, *(key for key, value in own.items() if value is not None)]
+        yield from super().__iter__() if rank is None else list(rank.environment)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -152,8 +144,9 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
         yield
 
 
-def environment_of(rank: int, world_size: int) -> dict[str, str | None]:
+def environment_of(rank: int, world_size: int) -> dict[str, str]:
     return {
+        **os.environ,
         **variables_of_rank(rank, world_size, 29500),
         "MASTER_ADDR": "localhost",
         "OMP_NUM_THREADS": "1",
@@ -219,18 +212,12 @@ class _Watcher(importlib.abc.MetaPathFinder):
     """Hears of the import of accelerate."""
 
     def __init__(self, undo: contextlib.ExitStack) -> None:
-        self._undo, self._is_looking = undo, False
+        self._undo = undo
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE or self._is_looking:
-            return None
-        self._is_looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._is_looking = False
+        spec = PathFinder.find_spec(name, path) if name == _MODULE else None
         loader: Tree = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
@@ -351,8 +338,7 @@ def noticing_stillness(threads: RankThreads, seconds: float = SECONDS) -> Iterat
 
 
 def _watch(threads: RankThreads, seconds: float, over: threading.Event, out: TextIO) -> None:
-    last: object = None
-    since, told = time.monotonic(), False
+    stillness, told = Stillness(), False
     while not over.wait(seconds / 10):
         if threads.running is None:
             continue
@@ -360,15 +346,13 @@ def _watch(threads: RankThreads, seconds: float, over: threading.Event, out: Tex
         position = position_of(thread.ident or 0)
         if position is None or position.in_debugger:
             continue
-        mark = rank, position.mark, _cpu_seconds(thread)
-        if mark != last:
-            last, since, told = mark, time.monotonic(), False
-        elif not told and time.monotonic() - since >= seconds:
-            told = True
+        is_still = stillness.seconds((rank, position.mark, _cpu_seconds(thread))) >= seconds
+        if is_still and not told:
             out.write(
                 f"rank {rank} has done nothing for {seconds:.0f} s, at {position.where}, and only one rank runs at a "
                 "time. Does it wait for a lock that another rank holds? (--timeout ends the rehearsal)\n"
             )
+        told = is_still
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:

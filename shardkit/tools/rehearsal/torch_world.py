@@ -146,7 +146,6 @@ def _create(options: Tree, _: object) -> ProcessGroupOfThreads:
 
 
 # ------------------------------------------------------------ the store
-Value = bytes | str
 _Base: Tree = vars(dist)["Store"]  # mypy does not find it under its name
 
 
@@ -158,37 +157,32 @@ class SharedStore(_Base):  # type: ignore[misc]
 
     def __init__(self, threads: RankThreads) -> None:
         super().__init__()
-        self._threads, self._values = threads, dict[str, bytes]()
+        self._threads, self._values = threads, dist.HashStore()  # type: ignore[attr-defined]
 
-    def set(self, key: str, value: Value) -> None:
-        self._values[key] = _bytes(value)
+    def set(self, key: str, value: Tree) -> None:
+        self._values.set(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._values[key]
+        return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        number = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(number).encode()
-        return number
+        return self._values.add(key, amount)
 
-    def append(self, key: str, value: Value) -> None:
-        self._values[key] = self._values.get(key, b"") + _bytes(value)
+    def append(self, key: str, value: Tree) -> None:
+        self._values.append(key, value)  # type: ignore[attr-defined]
 
-    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        now = self._values.get(key)
-        if (now is None and not expected) or now == _bytes(expected):
-            self._values[key] = _bytes(desired)
-        return self._values.get(key, _bytes(expected))
+    def compare_set(self, key: str, expected: Tree, desired: Tree) -> bytes:
+        return self._values.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
+        return self._values.delete_key(key)
 
     def num_keys(self) -> int:
-        return len(self._values)
+        return self._values.num_keys()
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+        return self._values.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns when another rank has set them all."""
@@ -206,7 +200,7 @@ class SharedStore(_Base):  # type: ignore[misc]
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[Tree]) -> None:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -216,7 +210,3 @@ class SharedStore(_Base):  # type: ignore[misc]
     compareSet = compare_set
     deleteKey = delete_key
     getNumKeys = num_keys
-
-
-def _bytes(value: Value) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
