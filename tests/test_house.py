@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 65_115  # of all source; to be lowered with each release
+LINES = 65_030  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_295,
-    "compat": 9_510,
+    "backends": 7_285,
+    "compat": 9_470,
     "shardkit": 2_360,  # the files right there
     "shardkit/checkpoint": 6_715,
     "shardkit/flattening": 880,
@@ -23,12 +23,12 @@ PARTS = {
     "shardkit/optimizer_state": 1_305,
     "shardkit/optimizers": 540,
     "shardkit/oss": 3_085,
-    "shardkit/pipeline": 1_515,
+    "shardkit/pipeline": 1_510,
     "shardkit/reduction": 1_557,
     "shardkit/tools": 7_780,
     "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_575,
-    "shardkit/training": 4_800,
+    "shardkit/training": 4_785,
     "shardkit/wrapping": 1_035,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -117,13 +117,13 @@ class Line:
     def __init__(self, ranks: Sequence[int], name: str = "main") -> None:
         self.ranks = tuple(ranks)
         self.name = name
-        self._meetings: dict[int, Meeting] = {}
+        self.meetings: dict[int, Meeting] = {}
         self._pairs: dict[tuple[int, int, int], Line] = {}
         self._named: dict[str, Line] = {}
 
     def meeting(self, sequence: int) -> Meeting:
         """Returns the one for a rank's call of that number."""
-        return self._meetings.setdefault(sequence, Meeting(self.ranks))
+        return self.meetings.setdefault(sequence, Meeting(self.ranks))
 
     def between(self, source: int, destination: int, tag: int) -> Line:
         """Returns what two of its ranks share, in one direction."""
@@ -136,9 +136,6 @@ class Line:
     def named(self, ranks: Sequence[int], name: str) -> Line:
         """Returns what some of its ranks share."""
         return self._named.setdefault(name, Line([self.ranks[r] for r in ranks], name))
-
-    def drop(self, sequence: int) -> None:
-        self._meetings.pop(sequence, None)
 
 
 class SimulatedWork(Work):
@@ -199,7 +196,7 @@ class SimulatedGroup(ObjectsOverBytes):
             rank, meeting, call, terms if either else (operation, *terms), brought, finish, numel * itemsize
         )
         if not meeting.missing():
-            self._line.drop(self._sequence)
+            self._line.meetings.pop(self._sequence, None)
         work = SimulatedWork(self, meeting, call)
         if not async_op:
             work.wait()

@@ -147,8 +147,10 @@ class ChannelCollectives(Collectives):
     """Serves replicas on a CPU; see [Note: channels]."""
 
     def all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
-        if not _uniform(groups):
-            return self._irregular_all_gather(value, groups, size)
+        if not _uniform(groups):  # XLA wants groups of one size, except in all-reduce
+            position = _position(groups)
+            parts = [value if i == position else torch.zeros_like(value) for i in range(size)]
+            return self.all_reduce(torch.cat(parts), "sum", groups)
         value = self._after_previous(value)
         return self._issued(_RUNTIME._xla_all_gather(value, 0, size, groups, False, _CHANNEL, True))
 
@@ -170,12 +172,6 @@ class ChannelCollectives(Collectives):
         # XLA's all-to-all takes no channel through torch_xla: gather everything and keep this rank's column.
         everything = self.all_gather(value, groups, size).view(size, size, -1)
         return everything.index_select(1, rank).reshape(-1)
-
-    def _irregular_all_gather(self, value: torch.Tensor, groups: Groups, size: int) -> torch.Tensor:
-        # XLA wants groups of one size, except in all-reduce.
-        position = _position(groups)
-        parts = [value if i == position else torch.zeros_like(value) for i in range(size)]
-        return self.all_reduce(torch.cat(parts), "sum", groups)
 
 
 def _uniform(groups: Groups) -> bool:

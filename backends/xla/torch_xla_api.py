@@ -117,8 +117,6 @@ def _override_reads(materialize: Callable[[Sequence[object]], None]) -> None:
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _c10d = torch.distributed.distributed_c10d
 _BITWISE = {xm.REDUCE_AND: torch.bitwise_and, xm.REDUCE_OR: torch.bitwise_or}
-
-
 _F = TypeVar("_F", bound=AnyCallable)
 
 
@@ -203,7 +201,13 @@ class _ReplacedFunctions:
     ) -> Tensors:
 
         def reduce(value: torch.Tensor) -> torch.Tensor:
-            return self._reduce_scattered(reduce_type, value, scale, scatter_dim, groups)
+            replica, full, mine = self._issue(
+                f"reduce_scatter {reduce_type} dim={scatter_dim}", value, groups
+            )
+            parts = torch.stack(value.chunk(len(mine), scatter_dim))  # [W, ...]
+            part = replica.collectives.reduce_scatter(parts.flatten(), reduce_type, full, len(mine))
+            part = part.view(parts.shape[1:])
+            return part if scale == 1.0 else part * scale
 
         return _each("reduce_scatter", input, output, groups, reduce)
 
@@ -259,15 +263,6 @@ class _ReplacedFunctions:
         sent = value.to(torch.uint8) if value.dtype is torch.bool else value
         gathered = replica.collectives.all_gather(sent.flatten(), groups, len(mine)).to(value.dtype)
         return torch.cat(list(gathered.view(len(mine), *value.shape).unbind()), dim)
-
-    def _reduce_scattered(
-        self, reduce_type: str, value: torch.Tensor, scale: float, dim: int, groups: Groups | None
-    ) -> torch.Tensor:
-        replica, groups, mine = self._issue(f"reduce_scatter {reduce_type} dim={dim}", value, groups)
-        parts = torch.stack(value.chunk(len(mine), dim))  # [W, ...]
-        part = replica.collectives.reduce_scatter(parts.flatten(), reduce_type, groups, len(mine))
-        part = part.view(parts.shape[1:])
-        return part if scale == 1.0 else part * scale
 
     def _issue(
         self, what: str, value: torch.Tensor, groups: Groups | None

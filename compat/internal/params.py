@@ -91,10 +91,7 @@ def average_gradients(params: Iterable[torch.Tensor], group: Group) -> None:
 
 
 def broadcast_object(
-    obj: Tree,
-    src_rank: int,
-    group: dist.ProcessGroup | None = None,
-    dist_device: torch.device | None = None,
+    obj: Tree, src_rank: int, group: dist.ProcessGroup | None = None, dist_device: torch.device | None = None
 ) -> Tree:
     """Returns the object of the (global) source rank, on every rank; its tensors are on the CPU (collective).
 

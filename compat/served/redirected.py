@@ -161,7 +161,7 @@ class _TableFinder(MetaPathFinder):
         if there := _new_name(fullname):
             if importlib.util.find_spec(there) is None:
                 return None
-            return ModuleSpec(fullname, _Moved(there), origin=there, is_package=True)
+            return ModuleSpec(fullname, _TableLoader(), origin=there, is_package=True)
         if fullname not in _SERVED:
             return None
         found = PathFinder.find_spec(fullname, path, target)
@@ -186,20 +186,13 @@ class _FileLoader(SourceFileLoader):
         super().exec_module(module)
 
 
-class _Moved(Loader):
-    """Gives a module under the name that it had earlier: the same object."""
-
-    def __init__(self, there: str) -> None:
-        self._there = there
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self._there)
-
-
 class _TableLoader(Loader):
-    """Fills a module from the table."""
+    """Fills a module from the table; gives one that has moved under the name that it had earlier: the same object."""
 
     def exec_module(self, module: ModuleType) -> None:
+        if there := _new_name(module.__name__):
+            sys.modules[module.__name__] = importlib.import_module(there)
+            return
         path = module.__name__.removeprefix(f"{_ROOT}.")
         names = sorted(_names_of(path))
         module.__doc__ = f"{path}: names from elsewhere, and names that say on use what to take instead."

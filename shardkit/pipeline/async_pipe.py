@@ -417,7 +417,7 @@ class NeighbourLink:
         direct = served.get(device.type, "gloo") != "gloo"
         self._wire = device if direct else torch.device("cpu")
         self.failed: set[int] = set()  # ranks that said so
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []  # works, and the bytes they read
+        self.sending: list[tuple[dist.Work, torch.Tensor]] = []  # works, and the bytes they read
 
     def send(self, dst: int, facts: StateDict, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Sends to a rank of the group, without waiting.
@@ -442,17 +442,13 @@ class NeighbourLink:
     def _send(self, dst: int, data: torch.Tensor) -> None:
         work = dist.isend(data, group=self._group, group_dst=dst)
         if work is not None:  # this rank is in the group
-            self._sending.append((work, data))
+            self.sending.append((work, data))
 
     def flush(self, seconds: float | None = None) -> None:
         """Waits for what is being sent; raises RuntimeError if that takes longer than the seconds given."""
         limit = () if seconds is None else (datetime.timedelta(seconds=seconds),)
-        while self._sending:
-            self._sending.pop(0)[0].wait(*limit)
-
-    def drop(self) -> None:
-        """Forgets what is being sent."""
-        self._sending.clear()
+        while self.sending:
+            self.sending.pop(0)[0].wait(*limit)
 
     def receive(self, src: int) -> tuple[StateDict, list[torch.Tensor]]:
         """Receives a message of a rank of the group: facts and tensors.
@@ -603,7 +599,7 @@ class Stage:
                 told = f"stage {self._index} of the pipeline failed: {type(error).__name__}: {error}"
                 facts = {"error": told[:600]}
             with contextlib.suppress(RuntimeError):  # the error at hand is what matters
-                self._link.drop()
+                self._link.sending.clear()
                 src, left = self._due
                 for _ in range(left if src not in self._link.failed else 0):
                     # and drop what a neighbour still sends, which would wait for that

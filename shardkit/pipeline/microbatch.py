@@ -171,14 +171,14 @@ class Batch:
     Attributes:
         value: the tensor or tensors.
         atomic: whether it is a single tensor.
+        index: which micro-batch it is.
     """
 
     def __init__(self, value: Value, index: int) -> None:
         self.value = value
         self.atomic = isinstance(value, torch.Tensor)
-        self._index = index
+        self.index = index
 
-    index = property(attrgetter("_index"))  # which micro-batch it is
     tensor_or_tensors = property(attrgetter("value"))
 
     @property

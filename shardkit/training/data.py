@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.context import BaseContext
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -30,34 +30,29 @@ from ..types import Kwargs, StateDict
 __all__ = ["GlobalBatchSampler", "ResumableLoader", "microbatch"]
 
 
-class RankOfJob(NamedTuple):
-    rank: int
-    world_size: int
-
-
 def rank_of_job(
     rank: int | None = None, world_size: int | None = None, backend: str | Backend | None = None
-) -> RankOfJob:
+) -> tuple[int, int]:
     """Returns what is given, and the calling rank's for what is not; a process that is on its own is rank 0 of 1."""
     if rank is None or world_size is None:
-        found = _here(backend)
-        rank = found.rank if rank is None else rank
-        world_size = found.world_size if world_size is None else world_size
+        own_rank, ranks = _here(backend)
+        rank = own_rank if rank is None else rank
+        world_size = ranks if world_size is None else world_size
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"rank {rank} of {world_size} ranks does not exist; pass 0 to {world_size - 1}"
         )
-    return RankOfJob(rank, world_size)
+    return rank, world_size
 
 
-def _here(backend: str | Backend | None) -> RankOfJob:
+def _here(backend: str | Backend | None) -> tuple[int, int]:
     try:
         group = backend_of_job(backend).group()
     except ConfigurationError:
         if started_rank() is not None or backend is not None:
             raise  # alone, each would load everything
-        return RankOfJob(0, 1)
-    return RankOfJob(group.rank, group.world_size)
+        return 0, 1
+    return group.rank, group.world_size
 
 
 @dataclass(frozen=True)
@@ -144,6 +139,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         microbatches: K. What is given is micro-batches then, of B / K samples: rank r gets numbers r, W + r, ... of the
             K that B samples are, so that they are the same on any number of ranks that divides K.
 
+    Attributes:
+        epoch, start: where the next iteration begins: samples of the epoch that all ranks have used.
+
     Raises:
         ConfigurationError: W does not divide a batch, or K; K without ``drop_last``.
     """
@@ -174,8 +172,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             batch = global_batch_size // rounds
         self.order = GlobalOrder(len(dataset), batch, seed, shuffle, drop_last, rounds)
         self.order.check_even(self.num_replicas)
-        self.epoch = 0
-        self._start = 0
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
         """Returns how many batches a whole epoch has."""
@@ -183,18 +180,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterates from the place that was loaded, once; else from the beginning of the epoch."""
-        begin, self._start = self._start, 0
+        begin, self.start = self.start, 0
         return _Batches(self, self.epoch, begin)
-
-    @property
-    def start(self) -> int:
-        """Tells where the next iteration begins: samples of the epoch that all ranks have used."""
-        return self._start
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the order of this epoch. A place that was loaded stays if it is in this epoch."""
         if epoch != self.epoch:
-            self.epoch, self._start = epoch, 0
+            self.epoch, self.start = epoch, 0
 
     def state_of(self, epoch: int, samples: int) -> StateDict:
         """Returns the state at some place; the same on all ranks."""
@@ -223,11 +215,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                     "be used twice or never. Make the sampler as it was, or begin without its state"
                 )
         self.order.check_even(self.num_replicas, state["samples"])
-        self.epoch, self._start = state["epoch"], state["samples"]
+        self.epoch, self.start = state["epoch"], state["samples"]
 
     def state_dict(self) -> StateDict:
         """Tells where the next iteration begins. What an iteration under way has given is known to who iterates."""
-        return self.state_of(self.epoch, self._start)
+        return self.state_of(self.epoch, self.start)
 
 
 class _Batches(Iterator[list[int]]):
@@ -251,7 +243,7 @@ class _Batches(Iterator[list[int]]):
     def load_state_dict(self, state: StateDict) -> None:
         self._sampler.load_state_dict(state)
         self._epoch, self._start = self._sampler.epoch, self._sampler.start
-        self._sampler._start = 0  # this iteration has it now
+        self._sampler.start = 0  # this iteration has it now
         self._end = self._sampler.order.end(self._start)
 
 
@@ -299,16 +291,11 @@ class SeededSamples(Dataset[T]):
         seed_host(mixed(self._seed, asked.epoch, asked.number, "sample"))
 
 
-class SeededCollate(Generic[T]):
+def collated(collate: Callable[[list[T]], object], samples: Samples[T]) -> object:
     """Makes a batch of samples, seeded by them."""
-
-    def __init__(self, collate: Callable[[list[T]], object]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Samples[T]) -> object:
-        with generators_kept():
-            seed_host(samples.seed)
-            return self._collate(list(samples))
+    with generators_kept():
+        seed_host(samples.seed)
+        return collate(list(samples))
 
 
 def mixed(seed: int, epoch: int, index: int, use: str) -> int:
@@ -451,7 +438,7 @@ class ResumableLoader(Generic[T]):
             microbatches=microbatches,
         )
         given: Kwargs = dict(options)
-        collate = SeededCollate(given.pop("collate_fn", None) or default_collate)
+        collate = partial(collated, given.pop("collate_fn", None) or default_collate)
         # the generator: workers' seeds shall not be drawn from the one that trains, once more in each process
         self._loader: DataLoader[T] = DataLoader(
             SeededSamples(dataset, seed),

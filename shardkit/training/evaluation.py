@@ -26,7 +26,6 @@ from .data import rank_of_job
 
 __all__ = ["EvaluationSampler", "gather", "gather_tensors", "in_step", "mean_loss"]
 
-
 T = TypeVar("T")
 
 _DTYPES = (

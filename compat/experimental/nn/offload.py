@@ -10,9 +10,8 @@ the slice, which is on the device again by then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,24 +21,6 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.torch_seams.tensors import move_buffers
 from shardkit.types import Args, Context, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
-
-
-class _Saved(NamedTuple):
-    """A view of a parameter, to be had again while the slice is on the device."""
-
-    param: torch.Tensor
-    version: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-    def again(self) -> torch.Tensor:
-        if self.param._version != self.version:
-            raise LifecycleError(
-                "a parameter was changed in place between forward and backward of an OffloadModel; step the optimizer "
-                "after backward"
-            )
-        return self.param.detach().as_strided(self.size, self.stride, self.offset)
 
 
 class ModelShard(nn.Module):
@@ -54,11 +35,7 @@ class ModelShard(nn.Module):
     """
 
     def __init__(
-        self,
-        cpu_model_shard: nn.Module,
-        device: torch.device,
-        offload_device: torch.device,
-        index: int,
+        self, cpu_model_shard: nn.Module, device: torch.device, offload_device: torch.device, index: int
     ) -> None:
         super().__init__()
         self.model_shard = cpu_model_shard.to(offload_device)
@@ -117,15 +94,27 @@ class ModelShard(nn.Module):
     backward_drop = forward_drop
 
 
-def _pack(params: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | _Saved:
+def _pack(
+    params: Mapping[int, torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor | Callable[[], torch.Tensor]:
     param = params.get(tensor.untyped_storage().data_ptr())
     if param is None or tensor.dtype != param.dtype:
         return tensor
-    return _Saved(param, param._version, tensor.size(), tensor.stride(), tensor.storage_offset())
+    version, view = param._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def again() -> torch.Tensor:
+        if param._version != version:
+            raise LifecycleError(
+                "a parameter was changed in place between forward and backward of an OffloadModel; step the optimizer "
+                "after backward"
+            )
+        return param.detach().as_strided(*view)
+
+    return again
 
 
-def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-    return saved.again() if isinstance(saved, _Saved) else saved
+def _unpack(saved: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    return saved if isinstance(saved, torch.Tensor) else saved()
 
 
 class _Border(Context):

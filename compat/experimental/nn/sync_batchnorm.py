@@ -8,7 +8,6 @@ Legend of shapes: C channels, N values a channel on all ranks together, W world 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,11 +32,6 @@ class Statistics(NamedTuple):
 
 def _reduced_dims(input: torch.Tensor) -> list[int]:
     return [d for d in range(input.dim()) if d != 1]
-
-
-def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Views [C] as [1, C, 1, ...], to be used beside an input."""
-    return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 @torch.no_grad()
@@ -97,8 +91,11 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Normalizing, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         input, weight, mean, invstd, count = ctx.saved_tensors
-        along = partial(_per_channel, like=input)
         dims = _reduced_dims(input)
+
+        def along(values: torch.Tensor) -> torch.Tensor:  # [C] -> [1, C, 1, ...]
+            return values.view(1, -1, *[1] * (input.dim() - 2))
+
         grad = grad_output.to(mean.dtype)
         normalized = (input.to(mean.dtype) - along(mean)) * along(invstd)
         of_bias = grad.sum(dims)  # [C]

@@ -65,9 +65,8 @@ class DynamicLossScaler:
                 f"unscale_() after {done} of the same optimizer; call update() at the end of a step"
             )
         with torch.no_grad():
-            for gradient in [
-                p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None
-            ]:
+            params = [p for g in optimizer.param_groups for p in g["params"]]
+            for gradient in [p.grad for p in params if p.grad is not None]:
                 gradient.mul_(1.0 / self.loss_scale)
         self._states[id(optimizer)] = OptState.UNSCALED
 

@@ -342,8 +342,12 @@ class LayerwiseMemoryTracker:
                 module.register_forward_hook(partial(self._after_forward, name)),
             ]
             state = state_of(module)
-            if state is not None and state.group.world_size > 1:
-                self._listen_to(state.group.channel("parameters"))
+            if state is None or state.group.world_size == 1:
+                continue
+            channel: Any = state.group.channel("parameters")
+            if channel not in self._channels:
+                self._channels.append(channel)
+                channel.all_gather_into = ProcessGroupTracker(channel, self._on_group_call).all_gather_into
 
     def stop(self) -> None:
         """Ends; traces stay."""
@@ -428,9 +432,8 @@ class LayerwiseMemoryTracker:
         """Counts bytes in use, and bytes held."""
         if self._live is not None:
             return self._live.bytes, self._live.bytes
-        return torch.accelerator.memory_allocated(self._device), torch.accelerator.memory_reserved(
-            self._device
-        )
+        memory, device = torch.accelerator, self._device
+        return memory.memory_allocated(device), memory.memory_reserved(device)
 
     def _before_forward(self, name: str, module: nn.Module, inputs: Tree) -> None:
         self._entered = name
@@ -481,11 +484,6 @@ class LayerwiseMemoryTracker:
             )
         )
         self._gathered = 0
-
-    def _listen_to(self, channel: Any) -> None:
-        if channel not in self._channels:
-            self._channels.append(channel)
-            channel.all_gather_into = ProcessGroupTracker(channel, self._on_group_call).all_gather_into
 
     def _on_group_call(self, event: ProcessGroupTrackingEvent, *args: object) -> None:
         outputs, _ = args

@@ -187,9 +187,15 @@ class FullyShardedDataParallel(StandIn):
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
         self._passed_group = PassedGroup(process_group)
         self._passed_for_gradients = PassedGroup(process_group_reduce_scatter)
+        precision = PrecisionPolicy(
+            buffers=buffer_dtype, inputs=torch.float32 if force_input_to_fp32 else None
+        )
+        if mixed_precision:
+            compute = compute_dtype or torch.float16
+            precision = PrecisionPolicy(compute=compute, buffers=buffer_dtype or compute, inputs=compute)
         options = Options(
             group=_group(getattr(process_group, "group", process_group)),  # of a ProcessGroupTracker
-            precision=_precision(mixed_precision, compute_dtype, buffer_dtype, force_input_to_fp32),
+            precision=precision,
             reshard=ReshardPolicy(bool(reshard_after_forward), root=not disable_reshard_on_root),
             offload=OffloadPolicy(offloads, move_grads_to_cpu),
             reduce=ReducePolicy(
@@ -401,15 +407,6 @@ def device_for(
         return None
     backend = backend_of_job()
     return backend.device() if backend.device_type != "cpu" and backend.has_storage else None
-
-
-def _precision(
-    mixed: bool, compute: torch.dtype | None, buffers: torch.dtype | None, fp32_inputs: bool
-) -> PrecisionPolicy:
-    if mixed:
-        compute = compute or torch.float16
-        return PrecisionPolicy(compute=compute, buffers=buffers or compute, inputs=compute)
-    return PrecisionPolicy(buffers=buffers, inputs=torch.float32 if fp32_inputs else None)
 
 
 def check_param_counts_before_sharding(full_optim_state_dict: StateDict, n_instances: int) -> None:

@@ -327,10 +327,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         super().set_divisors(before, self.world_size if (before, after) == (1, 1) else after)
 
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        groups: Sequence[Sequence[int]] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, groups: Sequence[Sequence[int]] | None = None
     ) -> torch.Tensor:
         """Scales all gradients so that their norm is at most ``max_norm`` (collective).
 

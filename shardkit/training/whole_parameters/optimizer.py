@@ -478,12 +478,8 @@ def _here(inners: Sequence[Inner]) -> dict[str, PieceState]:
             state = inner.optimizer.state.get(param)
             for part, piece in spans if state else ():
                 flat = part.flat
-                if (
-                    piece is None
-                    and flat is not None
-                    and flat.group.backend.even_shards_only
-                    and flat.group.rank
-                ):
+                answers = flat is None or not flat.group.backend.even_shards_only or flat.group.rank == 0
+                if piece is None and not answers:
                     continue  # all ranks have the same state of the whole parameter: the first one answers for it
                 found[part.name] = _span(state or {}, param, piece)
     return found

@@ -268,7 +268,7 @@ class SlowMoDataParallel(nn.Module):
         is_push = SlowMoBaseAlgorithm(algorithm) is SlowMoBaseAlgorithm.SGP
         self._localsgd_frequency = localsgd_frequency if several and not is_push else 0
         self._slow = slow or SlowMomentumOptions()
-        self._slow_momentum = SlowMomentum(nodes.world, self._slow.momentum, self._slow.lr, self._slow.shards)
+        self._slow_momentum = SlowMomentum(nodes.world, self._slow)
         self._steps = 0
         self._push: StochasticGradientPush | None = None
         if several and is_push:
@@ -333,7 +333,11 @@ class SlowMoDataParallel(nn.Module):
             self._slow_momentum.step(optimizer)
         if self._push is not None and (averages_itself or average):
             self._push.weight.fill_(1)
-        _copy_back(copies, list(self.module.parameters()))
+        if copies:
+            params: list[torch.Tensor] = [*self.module.parameters()]
+            flat = copies[0] if len(copies) == 1 else flatten_tensors(copies)
+            for p, new in zip(params, unflatten_tensors(flat, params), strict=True):
+                p.copy_(new)
         self._steps = step
 
     def _agree(self, tensors: list[torch.Tensor], average: bool) -> None:
@@ -381,13 +385,6 @@ def _copies(fp32_params: Tree) -> list[torch.Tensor]:
     return [fp32_params] if isinstance(fp32_params, torch.Tensor) else list(fp32_params)
 
 
-def _copy_back(copies: list[torch.Tensor], params: list[nn.Parameter]) -> None:
-    if copies:
-        flat = copies[0] if len(copies) == 1 else torch.cat([c.reshape(-1) for c in copies])
-        for p, new in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            p.copy_(new.view(p.shape))
-
-
 # ------------------------------------------------------------ slow momentum
 # Sources: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Wang et al., "SlowMo: Improving
 # Communication-Efficient Distributed SGD with Slow Momentum" (2020), Algorithm 1: after the inner steps with rate γ,
@@ -399,20 +396,13 @@ class SlowMomentum:
     """The outer step: slow momentum on what the inner optimizers of all ranks have reached.
 
     Parameters of the optimizer, seen as one vector, are cut into equal shards. The rank that owns a shard averages it
-    over all ranks, applies the momentum, and sends it to all.
-
-    Args:
-        momentum: β.
-        lr: α.
-        num_shards: how many ranks, from the first on, share the state (twice the parameters); 0: every rank has all of
-            it, and parameters are averaged by somebody else, before.
+    over all ranks, applies the momentum, and sends it to all. The first ranks share the state (twice the parameters);
+    without shards every rank has all of it, and parameters are averaged by somebody else, before.
     """
 
-    def __init__(self, group: Group, momentum: float, lr: float, num_shards: int) -> None:
-        self.momentum = momentum
-        self.lr = lr
-        self._group = group
-        self._num_shards = min(num_shards, group.world_size)
+    def __init__(self, group: Group, options: SlowMomentumOptions) -> None:
+        self._group, self._options = group, options
+        self._num_shards = min(options.shards, group.world_size)
         self._outer: torch.Tensor | None = None  # x_0, of the own shard
         self._velocity: torch.Tensor | None = None  # u
         self.started = False
@@ -484,8 +474,8 @@ class SlowMomentum:
             if lr == 0:
                 outer.copy_(values)
                 continue
-            velocity.mul_(self.momentum).add_((outer - values) / lr)
-            outer.sub_(velocity * (self.lr * lr))
+            velocity.mul_(self._options.momentum).add_((outer - values) / lr)
+            outer.sub_(velocity * (self._options.lr * lr))
             values.copy_(outer)
 
 

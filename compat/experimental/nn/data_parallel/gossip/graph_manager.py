@@ -343,7 +343,13 @@ class Gossiper:
         Returns:
             What came in, [n] and [1], to be added to what was kept.
         """
-        group, n = self._nodes(out_msg), self._graph_manager.nprocs_per_node
+        group = self.group if self.group is not None else backend_for([out_msg]).group()
+        n = self._graph_manager.nprocs_per_node
+        if group.world_size != self._graph_manager.world_size:
+            raise ConfigurationError(
+                f"the graph has {self._graph_manager.world_size} nodes, the group {group.world_size} ranks; set "
+                "gossiper.group to the group of the nodes' first ranks"
+            )
         length = out_msg.numel() + (0 if self.regular else 1)
         by_peer = dict(
             zip((e.dest // n for e in self.out_edges), self.mix_out_msg_(out_msg, ps_weight), strict=True)
@@ -373,15 +379,6 @@ class Gossiper:
 
     def clean_msg_buffers_(self) -> None:
         """Does nothing: a step waits for what it sends."""
-
-    def _nodes(self, msg: torch.Tensor) -> Group:
-        group = self.group if self.group is not None else backend_for([msg]).group()
-        if group.world_size != self._graph_manager.world_size:
-            raise ConfigurationError(
-                f"the graph has {self._graph_manager.world_size} nodes, the group {group.world_size} ranks; set "
-                "gossiper.group to the group of the nodes' first ranks"
-            )
-        return group
 
 
 class PushSum(Gossiper):

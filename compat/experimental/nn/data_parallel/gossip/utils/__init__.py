@@ -84,9 +84,7 @@ def group_by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.
 
 
 def communicate(
-    tensors: list[torch.Tensor],
-    communication_op: AnyCallable,
-    logger: logging.Logger | None = None,
+    tensors: list[torch.Tensor], communication_op: AnyCallable, logger: logging.Logger | None = None
 ) -> None:
     """Calls ``communication_op(tensor=flat)`` once for each dtype and writes back what it made of ``flat``."""
     for same in group_by_dtype(tensors).values():
