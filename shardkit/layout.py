@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from .errors import ConfigurationError
@@ -296,9 +297,7 @@ class PackedLayout(ShardLayout):
     def shard_numel(self) -> int:
         return sum(one.shard_numel for one in self.each)
 
-    @property
-    def blocks(self) -> Sequence[ShardLayout]:
-        return self.each
+    blocks = property(attrgetter("each"))
 
     def _part_offsets(self) -> list[int]:
         return list(accumulate([one.shard_numel for one in self.each], initial=0))[:-1]

@@ -68,9 +68,8 @@ class CommonOrder:
 
     def expect(self) -> None:
         """Notes that ranks are about to run a forward."""
-        self._open: list[
-            tuple[_Call, list[_Call]]
-        ] = []  # that this rank is inside of, and what comes in them
+        # that this rank is inside of, and what comes in them
+        self._open: list[tuple[_Call, list[_Call]]] = []
         self._is_through = False
         self.error: LifecycleError | None = None
 

@@ -368,11 +368,8 @@ def _facts(units: Sequence[Found]) -> Facts:
             p: Tree = original.param
             shape = "no shape yet" if original.is_lazy else tuple(original.shape)
             kind = "trainable" if p.requires_grad else "frozen"
-            cut = (
-                (str(original.within.placements),)
-                if isinstance(original, SplitParameter) and original.within
-                else ()
-            )
+            within = original.within if isinstance(original, SplitParameter) else None
+            cut = () if within is None else (str(within.placements),)
             along = (f"cut along dimension {original.dim}",) if original.dim else ()
             facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along)))
         o = found.state.options

@@ -569,17 +569,12 @@ class ShardedFlatParameter(FlatParameter):
     def _is_sharded(self) -> bool:
         return self._flat.group.world_size > 1
 
-    @property
-    def _is_shared(self) -> bool:
-        return False
+    _is_shared = False
+    _fp32_shard, _saved_grad_shard = property(attrgetter("data")), property(attrgetter("grad"))
 
     @property
     def _orig_size(self) -> torch.Size:
         return torch.Size([self._flat.layout.numel])
-
-    @property
-    def _fp32_shard(self) -> torch.Tensor:
-        return self.data
 
     @property
     def _fp16_shard(self) -> torch.Tensor | None:
@@ -590,10 +585,6 @@ class ShardedFlatParameter(FlatParameter):
     def _full_param_padded(self) -> torch.Tensor:
         """Returns the gathered flat parameter [W * S]; without memory while the unit is not gathered."""
         return self._flat.store.gathered
-
-    @property
-    def _saved_grad_shard(self) -> torch.Tensor | None:
-        return self.grad
 
     @property
     def _cpu_grad(self) -> torch.Tensor | None:

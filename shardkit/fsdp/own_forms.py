@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -178,9 +179,7 @@ class PackedWeight(OriginalParameter):
         self._blocks = self._format.blocks_of(self._row)  # K
         self.shape = torch.Size((len(param), _HEAD + self._blocks * self._format.nbytes))
 
-    @property
-    def written(self) -> torch.Size:
-        return self._written
+    written = property(attrgetter("_written"))
 
     @property
     def values(self) -> torch.Tensor:

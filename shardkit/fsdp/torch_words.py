@@ -64,11 +64,9 @@ class TorchsWords(NamedTuple):
     def whole_mesh(self, given: DeviceMesh | None) -> WholeMesh | None:
         """Returns the mesh that was passed, where some of its dimensions are said to be for data."""
         dims = self.dp_mesh_dims
-        return (
-            None
-            if dims is None or given is None
-            else WholeMesh(given, _names(dims.replicate) + _names(dims.shard))
-        )
+        if dims is None or given is None:
+            return None
+        return WholeMesh(given, _names(dims.replicate) + _names(dims.shard))
 
     def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
         """Takes the dimensions of the whole mesh that are for data: replicas first."""
@@ -78,13 +76,13 @@ class TorchsWords(NamedTuple):
         shard, replicate = _names(dims.shard), _names(dims.replicate)
         unknown = [name for name in (*shard, *replicate) if name not in (given.mesh_dim_names or ())]
         if unknown or not shard:
+            why = (
+                f"it has no {unknown[0]!r}"
+                if unknown
+                else "nothing is sharded, which is DistributedDataParallel's"
+            )
             raise ConfigurationError(
-                f"dp_mesh_dims={dims} of a mesh with the dimensions {given.mesh_dim_names}: "
-                + (
-                    f"it has no {unknown[0]!r}"
-                    if unknown
-                    else "nothing is sharded, which is DistributedDataParallel's"
-                )
+                f"dp_mesh_dims={dims} of a mesh with the dimensions {given.mesh_dim_names}: {why}"
             )
         if len(shard) == 1 and len(replicate) <= 1:
             return given[replicate + shard]
@@ -587,19 +585,9 @@ class AsTorchsState:
         """Says whether parameters are given back."""
         return not self._state.unit.keep_after_backward
 
-    @property
-    def _state_ctx(self) -> AsTorchsState:
-        return self
-
-    @property
-    def all_states(self) -> list[AsTorchsState]:
-        return [self]
-
-    _fsdp_param_groups = all_states
-
-    @property
-    def _fsdp_param_group(self) -> AsTorchsState:  # until torch 2.10
-        return self
+    # until torch 2.10 a module had one group
+    _state_ctx = _fsdp_param_group = property(lambda state: state)
+    all_states = _fsdp_param_groups = property(lambda state: [state])
 
     def _lazy_init(self) -> None:
         if self._state.engine is None:

@@ -7,8 +7,9 @@ saved, cut and loaded as all state is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -18,8 +19,7 @@ from ..errors import ConfigurationError
 from ..types import StateDict, Tree
 from . import state as oss_state
 
-MASTER = "master"
-"""The key of masters in the state of their parameters."""
+MASTER = "master"  # the key of masters in the state of their parameters
 
 
 def dtype_of_update(param: torch.Tensor) -> torch.dtype:
@@ -28,6 +28,7 @@ def dtype_of_update(param: torch.Tensor) -> torch.dtype:
     return torch.float32 if is_narrow else param.dtype
 
 
+@functools.cache
 def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Returns what makes optimizers that update masters and round the parameters from them.
 
@@ -43,11 +44,6 @@ def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
         raise ConfigurationError(
             f"masters=True takes a class of optimizers, or functools.partial of one; optim is {optim!r}"
         )
-    return _derived(optim)
-
-
-@functools.cache
-def _derived(optim: type[Optimizer]) -> type[Optimizer]:
     return cast("type[Optimizer]", type(optim.__name__, (_WithMasters, optim), {"updates": optim}))
 
 
@@ -61,56 +57,46 @@ class _WithMasters(Optimizer):
         update: Tree = self.updates.step
         if getattr(update, "hooked", False):  # by torch: hooks have run around this one
             update = update.__wrapped__
-        rounded = _Rounded(self)
-        if closure is not None:
-            kwargs["closure"] = functools.partial(rounded.shown_to, closure)
-        rounded.hide()
-        try:
+        with contextlib.ExitStack() as hidden:
+
+            def evaluated() -> Tree:
+                hidden.close()  # a program knows the weights as they are rounded
+                try:
+                    return program()
+                finally:
+                    hidden.enter_context(_hiding_weights(self))
+
+            if closure is not None:
+                program, kwargs["closure"] = closure, evaluated
+            hidden.enter_context(_hiding_weights(self))
             return update(self, **kwargs)
-        finally:
-            rounded.show()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads as torch does, and in the dtype of the masters what torch rounds to that of the parameters."""
         super().load_state_dict(state_dict)
-        taken: Tree = self.state
-        taken.update(oss_state.as_loaded(self, state_dict, dtype_of_update))
+        cast("Tree", self.state).update(oss_state.as_loaded(self, state_dict, dtype_of_update))
 
 
-class _Rounded:
-    """Hides the weights that an optimizer rounds from masters while it updates."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._state: Tree = optimizer.state
-        self._groups = optimizer.param_groups
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def hide(self) -> None:
-        """Gives parameters that have a gradient their masters' values, and the gradients their dtype."""
-        for p in (p for group in self._groups for p in group["params"]):
-            dtype, data, gradient = dtype_of_update(p), p.data, p.grad
-            if gradient is None or dtype == p.dtype:
-                continue
-            written = data.to(dtype)
-            master = self._state.get(p, {}).get(MASTER, written)
-            # what a program has written to the weights since they were rounded counts
-            master = torch.where(master.to(data.dtype) == data, master, written)
-            self._hidden.append((p, data, gradient))
-            p.grad, p.data = None, master
-            p.grad = gradient.to(dtype)
-
-    def show(self) -> None:
-        """Rounds, and puts the masters into the state."""
-        for p, data, gradient in self._hidden:
-            self._state[p][MASTER] = p.data
+@contextlib.contextmanager
+def _hiding_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Gives parameters that have a gradient their masters' values, and gradients their dtype; rounds at the end."""
+    state: Tree = optimizer.state
+    hidden: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        dtype, data, gradient = dtype_of_update(p), p.data, p.grad
+        if gradient is None or dtype == p.dtype:
+            continue
+        written = data.to(dtype)
+        master = state.get(p, {}).get(MASTER, written)
+        # what a program has written to the weights since they were rounded counts
+        master = torch.where(master.to(data.dtype) == data, master, written)
+        hidden.append((p, data, gradient))
+        p.grad, p.data = None, master
+        p.grad = gradient.to(dtype)
+    try:
+        yield
+    finally:
+        for p, data, gradient in hidden:
+            state[p][MASTER] = p.data
             p.grad, p.data = None, data.copy_(p.data)
             p.grad = gradient
-        self._hidden.clear()
-
-    def shown_to(self, closure: Callable[[], Tree]) -> Tree:
-        """Evaluates the closure over the parameters as a program knows them."""
-        self.show()
-        try:
-            return closure()
-        finally:
-            self.hide()

@@ -452,12 +452,8 @@ class OSS(Optimizer):
         problem, params = None, list(self._parameters())
         try:
             oss_state.check_loadable(state_dict, self.param_groups)
-            oss_state.check_shapes(
-                state_dict,
-                params,
-                self.optim.state,
-                getattr(self.optim, "updates", type(self.optim)) in KNOWN,
-            )
+            is_known = getattr(self.optim, "updates", type(self.optim)) in KNOWN
+            oss_state.check_shapes(state_dict, params, self.optim.state, is_known)
         except ConfigurationError as error:
             problem = error
         compared = state_dict

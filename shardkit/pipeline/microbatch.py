@@ -171,15 +171,15 @@ class Batch:
     Attributes:
         value: the tensor or tensors.
         atomic: whether it is a single tensor.
-        index: which micro-batch it is.
     """
 
     def __init__(self, value: Value, index: int) -> None:
         self.value = value
         self.atomic = isinstance(value, torch.Tensor)
-        self.index = index
+        self._index = index
 
     tensor_or_tensors = property(attrgetter("value"))
+    index = property(attrgetter("_index"))  # which micro-batch it is
 
     @property
     def tensor(self) -> torch.Tensor:
