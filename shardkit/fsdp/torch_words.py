@@ -637,4 +637,4 @@ class ComposableStates(dict[object, object]):
         return ComposableStates, (self._module, dict(self))
 
     def __setstate__(self, state: StateDict) -> None:
-        """It has none."""
+        """Ignores it: a dict's items are all that there is."""

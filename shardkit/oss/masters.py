@@ -28,7 +28,6 @@ def dtype_of_update(param: torch.Tensor) -> torch.dtype:
     return torch.float32 if is_narrow else param.dtype
 
 
-@functools.cache
 def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
     """Returns what makes optimizers that update masters and round the parameters from them.
 
@@ -82,18 +81,19 @@ def _hiding_weights(optimizer: Optimizer) -> Iterator[None]:
     """Gives parameters that have a gradient their masters' values, and gradients their dtype; rounds at the end."""
     state: Tree = optimizer.state
     hidden: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        dtype, data, gradient = dtype_of_update(p), p.data, p.grad
-        if gradient is None or dtype == p.dtype:
-            continue
-        written = data.to(dtype)
-        master = state.get(p, {}).get(MASTER, written)
-        # what a program has written to the weights since they were rounded counts
-        master = torch.where(master.to(data.dtype) == data, master, written)
-        hidden.append((p, data, gradient))
-        p.grad, p.data = None, master
-        p.grad = gradient.to(dtype)
     try:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            dtype, data, gradient = dtype_of_update(p), p.data, p.grad
+            if gradient is None or dtype == p.dtype:
+                continue
+            own, written, wide = state.get(p, {}), data.to(dtype), gradient.to(dtype)
+            before = own.get(MASTER, written)
+            # what a program has written to the weights since they were rounded counts
+            master = torch.where(before.to(data.dtype) == data, before, written)
+            hidden.append((p, data, gradient))
+            own.pop(MASTER, None)  # classes make their state where there is none
+            p.grad, p.data = None, master
+            p.grad = wide
         yield
     finally:
         for p, data, gradient in hidden:

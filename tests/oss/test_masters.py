@@ -84,10 +84,12 @@ def test_weights_are_rounded_from_what_one_process_trains(kind: Any, options: An
     rank_pool(1).run(_beside_one_process, kind, options, str(tmp_path), range(4, 7))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @on_ranks(2)
-def test_closures_see_rounded_weights(rank: int) -> None:
+def test_closures_see_rounded_weights(rank: int, kind: Any) -> None:
+    """Whether the class makes state of its own in its first step, after them, or none."""
     model = _model()
-    optimizer = OSS(model.parameters(), torch.optim.SGD, masters=True, lr=0.1)
+    optimizer = OSS(model.parameters(), kind, masters=True, lr=0.1)
     seen = []
 
     def closure() -> torch.Tensor:
@@ -98,6 +100,9 @@ def test_closures_see_rounded_weights(rank: int) -> None:
         return loss
 
     before = copy.deepcopy(model[0].weight.data)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert model[0].weight.dtype is torch.bfloat16
     closure()  # leaves gradients, which the step would take before it evaluates
     assert torch.is_tensor(optimizer.step(closure))
     assert seen == 2 * [{torch.bfloat16}]
