@@ -401,7 +401,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
 
 
 def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "block") -> None:
-    """Begins it for one unit; :func:`exit_summon` ends it."""
+    """Begins it for one unit, all modules of it; :func:`exit_summon` ends it."""
     if state.engine is not None:
         state.engine.check_idle("summon_full_params")
     state.unit.release()
@@ -410,12 +410,15 @@ def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "bloc
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat))
-    state.summoned, state.summoned_for = stack, purpose
+    for each in state.mates or [state]:
+        each.summoned, each.summoned_for = stack, purpose
 
 
 def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
     """Ends what was begun for this, if it was; changes go to the shards where they are to be kept."""
     if state.summoned is not None and state.summoned_for == purpose:
-        stack, state.summoned = state.summoned, None
+        stack = state.summoned
+        for each in state.mates or [state]:
+            each.summoned = None
         state.unit.release()  # asked for meanwhile
         stack.close()

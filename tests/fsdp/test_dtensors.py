@@ -337,6 +337,8 @@ def _tied_again(rank: int) -> None:
         fully_shard(model, dtensors=True)
         model.load_state_dict(one.state_dict(), assign=True)
         model.tied.weight = model.again.weight
+        if is_tail:
+            model.head.unshard()  # the other modules of the unit are called first
         for m in (model, one):
             m.zero_grad()
             m(_batch(0, 0).float()).square().mean().backward()
