@@ -32,7 +32,7 @@ from ...oss.optimizer import OSS
 from ...oss.sharded_ddp import ShardedDDP
 from ...policy import Frozen, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ...types import Kwargs, Tree
-from ..verify.differential import load_experiment
+from ..verify import load_experiment
 
 Units = Callable[[nn.Module, Callable[[nn.Module], nn.Module]], None]
 

@@ -16,7 +16,7 @@ from shardkit.torch_seams.dtensors import local_of
 from shardkit.torch_seams.tensors import as_plain
 from shardkit.types import Tree
 
-from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
+from ..verify import EXACT, Moment, Tensors, Trace, first_parting
 from .running import Report, rehearse
 
 
