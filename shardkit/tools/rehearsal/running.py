@@ -29,7 +29,7 @@ from shardkit.tracing.tables import counted, in_bytes
 from shardkit.types import Args, ProcessGroup, Tree
 
 from . import surroundings
-from .ranks import (
+from .surroundings import (
     AfterStep,
     EnoughSteps,
     Goal,
@@ -37,13 +37,14 @@ from .ranks import (
     RankMemory,
     RankRecord,
     Sent,
+    SharedStore,
     WholeBatches,
     acting_as,
     current,
     note_call,
+    torch_worlds,
     watching,
 )
-from .torch_world import SharedStore, torch_worlds
 
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 12  # kinds of collectives that are listed
