@@ -681,8 +681,8 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 # ------------------------------------------------------------ torch.distributed
 # torch.distributed for simulated ranks: every thread has process groups of its own.
 #
-# torch keeps what a process knows of its groups in one object, ``_world``, which may be replaced; groups are made by one
-# function. Both names are torch's own: :func:`check` says what is missing in another version.
+# torch keeps what a process knows of its groups in one object, ``_world``, which may be replaced; groups are made by
+# one function. Both names are torch's own: :func:`check` says what is missing in another version.
 
 _C10D: Tree = dist.distributed_c10d
 _BINDINGS: Tree = torch._C._distributed_c10d

@@ -31,8 +31,9 @@ from shardkit.types import ProcessGroup, StateDict, Tree
 from .utils import MultiProcessAdapter, flatten_tensors, unflatten_tensors
 
 # ------------------------------------------------------------ who gossips with whom
-# When, and how much: one step of it. A node is one rank, or all ``nprocs_per_node`` ranks of a machine, of which the first one talks. Each step uses
-# ``peers_per_itr`` of a node's peers; dynamic graphs go on to the next ones after each step.
+# When, and how much: one step of it. A node is one rank, or all ``nprocs_per_node`` ranks of a machine, of which
+# the first one talks. Each step uses ``peers_per_itr`` of a node's peers; dynamic graphs go on to the next ones
+# after each step.
 
 
 class Edge:
