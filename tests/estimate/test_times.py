@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.errors import ConfigurationError
 from shardkit.tools import cli
-from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate
+from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate, fsdp2_padding
 from shardkit.tools.estimate.devices import Event, Issue, Kernel, Mark, Tape, Times, Wait, as_fsdp2, clocked
-from shardkit.tools.estimate.subjects import fsdp2_padding
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row
 from tests.pools import rank_pool
 
@@ -122,7 +121,7 @@ def test_kernels_and_collectives_by_hand() -> None:
 
 def _recorded(name: str, ranks: int, compiled: bool = False) -> tuple[list[Event], Any]:
     """The real plan's step, and the model."""
-    from shardkit.tools.estimate.stepping import _MetaTraining, as_on_devices
+    from shardkit.tools.estimate import _MetaTraining, as_on_devices
 
     with torch.device("meta"), as_on_devices(False):
         rehearsal = _MetaTraining(SUBJECTS[name], "fsdp", ranks, 4, False)

@@ -17,7 +17,7 @@ from shardkit.torch_seams.tensors import as_plain
 from shardkit.types import Tree
 
 from ..verify import EXACT, Moment, Tensors, Trace, first_parting
-from .running import Report, rehearse
+from . import Report, rehearse
 
 
 class RankPart(NamedTuple):
