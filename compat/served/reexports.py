@@ -228,7 +228,7 @@ REEXPORTED = {
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
-    "training_checkpoints.handles": "checkpoint.background: Handle",
+    "training_checkpoints.handles": "checkpoint.saving: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }
 # fmt: on
