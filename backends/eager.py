@@ -17,25 +17,7 @@ from shardkit.errors import ConfigurationError
 from shardkit.types import ProcessGroup, StateDict, T, Tree
 
 
-class EagerBackend(Backend):
-    """Storage that can be resized, and nothing to run later."""
-
-    def take_storage(self, tensor: torch.Tensor) -> None:
-        numel = int(tensor.storage_offset()) + tensor.numel()  # it owns its whole storage
-        tensor.untyped_storage().resize_(numel * tensor.element_size())
-
-    def release_storage(self, tensor: torch.Tensor) -> None:
-        """Gives memory back to the current stream's pool; other streams that use it have to be waited for before."""
-        tensor.untyped_storage().resize_(0)
-
-    def mark_step(self, *, wait: bool = False) -> None:
-        """Does nothing: operations have been run."""
-
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Does nothing: operations run in the order of their calls."""
-
-
-class Host(EagerBackend):
+class Host(Backend):
     """CPU tensors: nothing that overlaps, torch's default generator."""
 
     device_type = "cpu"
