@@ -18,14 +18,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigurationError
 from ..types import StateDict, Tree
 from . import state as oss_state
-
-MASTER = "master"  # the key of masters in the state of their parameters
-
-
-def dtype_of_update(param: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that a parameter is updated in, which is also that of its state."""
-    is_narrow = param.is_floating_point() and param.dtype.itemsize == 2
-    return torch.float32 if is_narrow else param.dtype
+from .placement import MASTER, dtype_of_update
 
 
 def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:

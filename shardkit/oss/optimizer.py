@@ -41,8 +41,8 @@ from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
-from .masters import dtype_of_update, with_masters
-from .placement import placement_for
+from .masters import with_masters
+from .placement import dtype_of_update, placement_for
 from .segments import FlatSegment
 
 if TYPE_CHECKING:
@@ -108,19 +108,16 @@ class OSS(Optimizer):
         check_optimizer_class(optim, refused=OSS)
         if partition not in ("greedy", "balanced"):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
-        self._keeps_masters = masters
-        optim = with_masters(optim) if masters else optim
-        self._built = False
+        self._keeps_masters, self._built = masters, False
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
         self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
         if masters and self._backend.even_shards_only:
-            raise ConfigurationError(
-                f"masters=True: on {self._backend.name} parameters are updated in flat segments; leave it out and "
-                "keep the parameters in fp32, or use FSDP(precision=PrecisionPolicy(masters=True))"
-            )
+            self._update_dtype = torch.float32
+        elif masters:
+            optim = with_masters(optim)
         self._group: Group = self._backend.group(group)
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
@@ -139,7 +136,12 @@ class OSS(Optimizer):
                 "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
             )
         chosen = placement_for(
-            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments, sends_changes
+            optim,
+            self._backend.even_shards_only,
+            self._update_dtype,
+            self._kind_of_segments,
+            sends_changes,
+            masters,
         )
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
