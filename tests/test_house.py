@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_985  # of all source; to be lowered with each release
+LINES = 64_861  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_285,
-    "compat": 9_470,
+    "compat": 9_440,
     "shardkit": 2_360,  # the files right there
     "shardkit/checkpoint": 6_715,
     "shardkit/flattening": 880,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_085,
     "shardkit/pipeline": 1_510,
     "shardkit/reduction": 1_557,
-    "shardkit/tools": 7_780,
+    "shardkit/tools": 7_690,
     "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_575,
     "shardkit/training": 4_785,

@@ -42,7 +42,7 @@ from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
-from .placement import placement_for
+from .placement import MASTER, dtype_of_update, placement_for
 from .segments import FlatSegment
 
 if TYPE_CHECKING:
@@ -109,19 +109,16 @@ class OSS(Optimizer):
         check_optimizer_class(optim, refused=OSS)
         if partition not in ("greedy", "balanced"):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
-        self._keeps_masters = masters
-        optim = with_masters(optim) if masters else optim
-        self._built = False
+        self._keeps_masters, self._built = masters, False
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
         self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
         if masters and self._backend.even_shards_only:
-            raise ConfigurationError(
-                f"masters=True: on {self._backend.name} parameters are updated in flat segments; leave it out and "
-                "keep the parameters in fp32, or use FSDP(precision=PrecisionPolicy(masters=True))"
-            )
+            self._update_dtype = torch.float32
+        elif masters:
+            optim = with_masters(optim)
         self._group: Group = self._backend.group(group)
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
@@ -140,7 +137,12 @@ class OSS(Optimizer):
                 "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
             )
         chosen = placement_for(
-            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments, sends_changes
+            optim,
+            self._backend.even_shards_only,
+            self._update_dtype,
+            self._kind_of_segments,
+            sends_changes,
+            masters,
         )
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
@@ -588,14 +590,6 @@ def make_inner(
 # While it steps, a parameter's data is its master, [*] in fp32, and its gradient is cast: the class meets parameters of
 # fp32 and makes its other state as for these. In between, the master is an entry of the parameter's state, so that it
 # is saved, cut and loaded as all state is.
-
-MASTER = "master"  # the key of masters in the state of their parameters
-
-
-def dtype_of_update(param: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that a parameter is updated in, which is also that of its state."""
-    is_narrow = param.is_floating_point() and param.dtype.itemsize == 2
-    return torch.float32 if is_narrow else param.dtype
 
 
 def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:

@@ -30,6 +30,9 @@ from shardkit.types import ProcessGroup, StateDict, Tree
 
 from .utils import MultiProcessAdapter, flatten_tensors, unflatten_tensors
 
+HEARTBEAT_TIMEOUT = 300  # fairscale's; the group's own timeout counts here
+BROADCAST_BUCKET_SIZE = 10 * 1024 * 1024
+
 # ------------------------------------------------------------ who gossips with whom
 # When, and how much: one step of it. A node is one rank, or all ``nprocs_per_node`` ranks of a machine, of which
 # the first one talks. Each step uses ``peers_per_itr`` of a node's peers; dynamic graphs go on to the next ones
