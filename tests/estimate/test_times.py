@@ -108,9 +108,8 @@ def test_kernels_and_collectives_by_hand() -> None:
     near = device.start + 7 * device.hop + 1e9 * 7 / 8 / 450e9 / 0.5
     assert device.communicating("all_gather", 1e9, 8) == pytest.approx(near)
     far = device.start + 14 * device.hop + device.far_hop + 1e9 * 15 / 16 / 450e9 / 0.5
-    assert device.communicating("reduce_scatter", 1e9, 16) == pytest.approx(
-        far
-    )  # a host's 8 ranks share a network
+    # a host's 8 ranks share a network
+    assert device.communicating("reduce_scatter", 1e9, 16) == pytest.approx(far)
     slow = replace(device, network=1e9)
     hops = device.start + 14 * device.hop + device.far_hop
     assert slow.communicating("all_gather", 1e9, 16) == pytest.approx(hops + 1e9 / 2 / 8e9 / 0.5)

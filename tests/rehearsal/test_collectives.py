@@ -42,9 +42,8 @@ def compare(world_size: int, sequence: list[tuple[str, int, str, bool]]) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_collective_equals_gloo(world_size: int) -> None:
-    names = [
-        n for n in programs.OPERATIONS if n != "functional" or world_size == 3
-    ]  # their import takes seconds
+    # their import takes seconds
+    names = [n for n in programs.OPERATIONS if n != "functional" or world_size == 3]
     compare(world_size, [(name, 17, "float32", k % 2 == 0) for k, name in enumerate(names)])
 
 

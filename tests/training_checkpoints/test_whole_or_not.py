@@ -170,9 +170,8 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     optimizer.step()
     extra["ema"].zero_()
     go_on.set()
-    later = shardkit.save(
-        tmp_path, model=model, optimizer=optimizer, step=2, async_=True
-    )  # waits for the first
+    # waits for the first
+    later = shardkit.save(tmp_path, model=model, optimizer=optimizer, step=2, async_=True)
     assert handle.done
     assert handle.wait()
     later.wait()
