@@ -50,6 +50,16 @@ class Change:
         """Counts the bytes of values and positions."""
         return sum(r.values.nbytes + (0 if r.gaps is None else r.gaps.nbytes) for r in self.runs)
 
+    def elements(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns places in the flattened tensor [n], and the values there [n]: a patch, as inference engines take it.
+
+        Each place comes once, a few with the value that they had. They are of int32, in larger tensors of int64.
+        """
+        runs = self.runs or (Run(0, None, torch.empty(0, dtype=self.dtype)),)
+        kind = torch.int32 if self.shape.numel() <= 2**31 else torch.int64
+        places = torch.cat([run.places(run.values.device) for run in runs])
+        return places.to(kind), torch.cat([run.values for run in runs])
+
     @torch.no_grad()
     def apply(self, tensor: torch.Tensor, *, check: bool = True) -> None:
         """Writes the new values into what the receiver had, in place.

@@ -113,9 +113,10 @@ def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float
 
 
 class ShardedAPI:
-    """Has the methods of a sharded module, which work on its state."""
+    """Has the methods of a sharded module, which work on its state. Beside one that was sharded in place, it is all."""
 
-    _state: ShardingState
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
 
     def _root_engine(self, what: str) -> Engine:
         state = self._state
@@ -311,13 +312,6 @@ class ShardedAPI:
         return shard
 
 
-class Sharding(ShardedAPI):
-    """These methods for a module that :func:`~shardkit.fully_shard` has sharded in place."""
-
-    def __init__(self, state: ShardingState) -> None:
-        self._state = state
-
-
 def _refuse_dtensors(state: ShardingState, method: str, instead: str) -> None:
     if any(s.options.dtensors for s in state.states()):
         raise ConfigurationError(
@@ -339,4 +333,4 @@ def sharding_of(module: nn.Module) -> ShardedAPI:
             "or pass the module that was given to them"
         )
     wake(state)
-    return module if isinstance(module, ShardedAPI) else Sharding(state)
+    return module if isinstance(module, ShardedAPI) else ShardedAPI(state)

@@ -16,8 +16,8 @@ from shardkit.torch_seams.dtensors import local_of
 from shardkit.torch_seams.tensors import as_plain
 from shardkit.types import Tree
 
-from ..verify.comparing import EXACT, Moment, Tensors, Trace, first_parting
-from .running import Report, rehearse
+from ..verify import EXACT, Moment, Tensors, Trace, first_parting
+from . import Report, rehearse
 
 
 class RankPart(NamedTuple):
