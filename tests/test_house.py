@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_785  # of all source; to be lowered with each release
+LINES = 64_750  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_250,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_355,  # the files right there
     "shardkit/checkpoint": 6_715,
     "shardkit/flattening": 880,
-    "shardkit/fsdp": 11_300,
+    "shardkit/fsdp": 11_280,
     "shardkit/integrations": 517,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_515,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_055,
     "shardkit/pipeline": 1_510,
     "shardkit/reduction": 1_563,
-    "shardkit/tools": 7_650,
+    "shardkit/tools": 7_635,
     "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_575,
     "shardkit/training": 4_775,

@@ -475,8 +475,7 @@ def _rehearse_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(options: argparse.Namespace) -> int:
-    from shardkit.tools.rehearsal import rehearse
-    from shardkit.tools.rehearsal.bits import rehearse_bits
+    from shardkit.tools.rehearsal import rehearse, rehearse_bits
 
     sizes = _numbers("--ranks", options.ranks)
     how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}
