@@ -279,7 +279,7 @@ class ShardingState:
             flat.leave_out(dropped.first, layout)
         else:
             self.flats.remove(flat)
-        dropped.param = kept.param  # so that an optimizer that was made before has nothing of the unit's in it
+        dropped.param = kept.param  # an optimizer that was made before has nothing of the unit's in it
         if kept.flat not in self.unit.needs:
             kept.flat.is_borrowed, borrowed = True, [*borrowed, kept.flat]
         self.unit.take(self.flats, borrowed)
