@@ -62,7 +62,7 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import GatheredParameter, Place, backward_when_summoned, hide, replaced_original
+from .originals import GatheredParameter, Place, backward_when_summoned, get_data, hide, replaced_original
 from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
@@ -170,7 +170,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    value = saved.param.data
+    value = get_data(saved.param)
     if saved.view is not None:
         return saved.view._view_func_unsafe(value)  # type: ignore[attr-defined, no-any-return]
     return value.t() if saved.transposed else value

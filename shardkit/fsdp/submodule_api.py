@@ -221,6 +221,9 @@ def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
     _watch()
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
     doors = [mate.door for mate in state.mates] if state.mates else [state.door]
+    if state.unit_module is not None:
+        for wrapper in (state.door, state.unit_module):
+            wrapper.__dict__[_MANAGED] = keeps_in_step
     for m in modules:
         m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it

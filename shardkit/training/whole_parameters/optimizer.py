@@ -99,6 +99,7 @@ class WholeParameters(Optimizer):
         self._check_agreement(rules)
         self._names = {ranks: numbered(group, "WholeParameters") for ranks, group in self._groups.items()}
         self._agreed = AgreedOptions()
+        self._shown = 0  # parameters that have a state
         self._placing = Placing(self._parts, rules, cost)
         self._make_inners()
 
@@ -330,7 +331,10 @@ class WholeParameters(Optimizer):
 
     # ------------------------------------------------------------ options and state
     def _options_to_inners(self) -> None:
+        is_cleared = len(self.state) < self._shown  # or another object
         for inner, group in zip(self._placing.inners, self.param_groups, strict=True):
+            if is_cleared:
+                inner.forget_state(cast("dict[torch.Tensor, StateDict]", self.state))
             if inner.optimizer is not None:
                 copy_options([group], inner.optimizer.param_groups)
 
@@ -341,6 +345,7 @@ class WholeParameters(Optimizer):
                 continue
             copy_options(inner.optimizer.param_groups, [group])
             inner.show_state(state)
+        self._shown = len(state)
         self._agreed.note(self.param_groups)
 
     @noting_errors

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from ...backend import Group
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.flat_param import FlatParam
 from ...layout import Piece
 from ...optimizers.elementwise import Maker, Verdict, couples_parameters, judge
@@ -51,6 +51,24 @@ class Inner:
             for part, _ in spans if param in self.optimizer.state else ():
                 state[part.listed] = self.optimizer.state[param]
         self.shown = len(self.optimizer.state)
+
+    def forget_state(self, state: dict[torch.Tensor, StateDict]) -> None:
+        """Begins anew with what a program has taken out of a state by listed parameters.
+
+        Raises:
+            LifecycleError: it has left the state of what is updated together with that.
+        """
+        for param, spans in self.spans.items():
+            left = [part.name for part, _ in spans if part.listed in state]
+            if self.optimizer is None or param not in self.optimizer.state or len(left) == len(spans):
+                continue
+            if left:
+                raise LifecycleError(
+                    f"state of WholeParameters was cleared, but not that of {left}, whose pieces on this rank are "
+                    "updated together with what was cleared: clear the state of all parameters of the rule"
+                )
+            del self.optimizer.state[param]
+        self.shown = -1
 
     def whole_states(self) -> dict[str, StateDict]:
         """Returns the state of the parameters that are updated here as a whole, by name."""
