@@ -69,6 +69,8 @@ from .unit import UnitCall
 if TYPE_CHECKING:
     from .unit import Unit
 
+_node_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
 
 @not_compiled
 def cast_inputs(inputs: Tree, dtype: torch.dtype) -> Tree:
@@ -304,6 +306,7 @@ def enter(
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
+    unit.began = _node_number()
     entered = Entered(None, engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
@@ -378,6 +381,16 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
             given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_in(inputs)
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
+        # a loss that a module keeps, and the program adds to the others: a loop, since a call would be one in each step
+        for module in unit.needs[0].modules if unit.needs else ():
+            for name, kept in module.__dict__.items():
+                kind = type(kept)
+                if kind is torch.Tensor or ((kind is list or kind is dict) and kept and name[0] != "_"):
+                    for tensor in (kept,) if kind is torch.Tensor else tensors_in(kept):
+                        node = tensor.grad_fn
+                        if node is not None and node._sequence_nr() >= unit.began:
+                            tensor.register_hook(seen.enter_backward)
+                            have_graph = True
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
             unit.is_reached = True
     if is_outermost:

@@ -436,7 +436,7 @@ class GradientPack(ABC):
         flat, here = part[0], part[3] or range(len(had))
         trains = list(map(_requires_grad, flat.listings))
         if False in trains:  # frozen since forward: autograd gives such parameters nothing
-            had = [h and t for h, t in zip(had, cycle(trains))]  # noqa: B905 - one for all
+            had = [h and t for h, t in zip(had, cycle(trains))]
         if flat.shards is not None:
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False

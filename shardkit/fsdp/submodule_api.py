@@ -309,6 +309,8 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if param is None or not _is_taken(parent) or param is parent._parameters.get(name):
         return None
     before = parent._parameters.get(name)
+    if isinstance(before, FlatParameter) or isinstance(param, FlatParameter):
+        return None  # forward says that it would ignore another one
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
