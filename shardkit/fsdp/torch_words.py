@@ -24,6 +24,7 @@ from torch import nn
 
 from ..backend import is_group
 from ..errors import ConfigurationError
+from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
@@ -31,7 +32,7 @@ from ..torch_seams.dtensors import WholeMesh
 from ..torch_seams.hooks import watch_halves
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
-from .forward import become_root, call_method, cast_inputs, in_half_of_backward, run_gathered
+from .forward import become_root, call_method, cast_inputs, run_gathered
 from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
 
@@ -290,7 +291,7 @@ class TorchsMethods:
         for state in self._states(recurse):
             if not requires_gradient_sync:
                 refuse_local(state.unit.reduce)
-                watch_halves(in_half_of_backward)
+                watch_halves(listing_of)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
