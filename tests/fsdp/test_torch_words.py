@@ -817,8 +817,7 @@ class Part(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
-        z = self.second(torch.tanh(y))
-        return y + (z.detach() if self.skips else z)
+        return x + self.second(torch.tanh(y.detach() if self.skips else y))
 
 
 @on_ranks(2)
