@@ -131,7 +131,9 @@ class TorchsWords(NamedTuple):
             shard_placement_fn=lambda p: choose(p).placement, dp_mesh_dims=getattr(info, "dp_mesh_dims", None)
         )
         if self.mp_policy is not None:
-            said = said._replace(mp_policy=replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None))
+            said = said._replace(
+                mp_policy=replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
+            )
         return getattr(info, "spmd_mesh", None) or info.mesh, cast("TorchsArguments", said._asdict())
 
     @property
