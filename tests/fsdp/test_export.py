@@ -24,7 +24,7 @@ from shardkit import (
     hybrid_groups,
     sharding_of,
 )
-from shardkit.fsdp.export import checksum
+from shardkit.fsdp.sharded_api import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
 from tests.pools import on_ranks, rank_pool
 

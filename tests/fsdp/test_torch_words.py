@@ -206,9 +206,8 @@ def test_a_forward_that_calls_its_own_module(rank: int) -> None:
         train_beside(rank, 2, m, truth, loss_of, steps=range(2))
     with pytest.raises(IndexError):
         whole(torch.full((1, 1), 99))
-    torch.testing.assert_close(
-        whole(tokens(rank, 0)), truth(tokens(rank, 0)), rtol=0, atol=1e-6
-    )  # an error leaves nothing behind
+    # an error leaves nothing behind
+    torch.testing.assert_close(whole(tokens(rank, 0)), truth(tokens(rank, 0)), rtol=0, atol=1e-6)
 
 
 @on_ranks(2)
