@@ -267,6 +267,7 @@ class Extended(Store):
         return self._flat.param.data
 
     def attach(self) -> None:
+        self._versions = []  # others, where they were summoned
         self._give_back()
 
     def show(self, values: torch.Tensor) -> None:
@@ -338,7 +339,6 @@ class Extended(Store):
             if o.param._version != v + 1
         ]
         if flat.written:
-            self._versions = []
             self.attach()
             raise written_original(flat)
 
@@ -451,10 +451,8 @@ class FrozenParts(ExtendedParameter):
 
     def _of(self, *parts: torch.Tensor) -> Tree:
         shape = torch.Size((len(parts[0]), *self.shape[1:]))
-        unflatten = type(self.part).__tensor_unflatten__
-        return unflatten(
-            dict(zip(self._names, parts, strict=True)), self._facts, shape, contiguous_strides(shape)
-        )
+        parts_of = dict(zip(self._names, parts, strict=True))
+        return type(self.part).__tensor_unflatten__(parts_of, self._facts, shape, contiguous_strides(shape))
 
     def inputs(self) -> Sequence[torch.Tensor]:
         """Returns them with rows of zeros, where ranks don't divide rows."""
