@@ -70,7 +70,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -78,7 +78,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..backend import Group, ReduceOp, Work
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
@@ -851,7 +851,8 @@ class Engine:
         gathers = self._plan.gathers
         while self._passed + 1 < len(gathers):  # other ranks may have reached them
             self._pass()
-            gathers[self._passed].release()
+            if not gathers[self._passed].keep_after_backward:
+                gathers[self._passed].release()
         for unit in self.units:
             if unit.is_held and not unit.keep_after_backward:
                 unit.release()
@@ -878,6 +879,31 @@ class Engine:
             self.rounds.end()
             if self.rounds.are_waiting():
                 refuse_steps.note(self.rounds)
+
+    @contextlib.contextmanager
+    def half_of_backward(self) -> Iterator[None]:
+        """Has all units gathered inside, and notes the gradients that come, of which no hook tells (collective).
+
+        Raises:
+            ConfigurationError: gradients are reduced in each backward, and a half has only some.
+        """
+        if not self.state.accumulating:
+            raise ConfigurationError(
+                "half of a backward, as in torch's pipelines without bubbles, for a module that reduces its gradients "
+                "in each backward: shard it in torch's words (fully_shard(module, dtensors=True)), or take another "
+                "schedule"
+            )
+        self._gather_together([unit for unit in self.units if not unit.is_held])
+        for flat in self._flats:
+            if flat.store.state is GATHERING:
+                flat.store.finish()
+        yield
+        for unit in self.units:
+            for local, pack in unit.local_gradients():
+                local.note(pack)
+            if not unit.keep_after_backward:  # some ranks have met a hook inside, and have given it back
+                unit.release()
+            self._lock(unit.needs)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""
@@ -995,13 +1021,13 @@ class Engine:
         return before
 
     def reduce_now(self, everything: bool = False) -> None:
-        """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
+        """Reduces what backwards have kept (collective), without one; with ``everything`` also where there was none."""
         self.check_idle("a reduction of gradients")
         with torch.no_grad():
             for unit in self.units:
-                if (unit.is_trainable and everything) or (
-                    not unit.accumulates and unit.has_local_gradients()
-                ):
+                # not whether this rank has gradients of it: another one may have
+                kept = everything or (unit.keeps_local and not unit.accumulates)
+                if unit.is_trainable and kept:
                     self._send(unit)
             while self._in_flight:
                 self._receive()

@@ -63,6 +63,7 @@ from .originals import (
     as_tensors,
     backward_when_summoned,
     hide,
+    known_originals,
     mesh_of,
     note_originals,
     register,
@@ -225,6 +226,20 @@ class RegisteredShards:
                 dtensor = part_here(shard, mesh, original.shape, within, original.dim)
                 spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
             self.each.append(RegisteredShard(flat, number, one, shard, spec))
+        self._note_cut(shard.numel())
+        self._note_memory(shard)
+
+    def leave_out(self, number: int) -> None:
+        """Gives up one of them, whose values are in memory of its own from now on; the others' move with the next."""
+        gone = self.each.pop(number).param
+        gone._local_tensor = at_offset_0(gone._local_tensor.detach().clone())  # type: ignore[attr-defined]
+        flat = self.each[0].flat
+        listed = flat.layout.listed(list(map(_shape_of, flat.originals)), flat.group.rank)
+        for k, (r, one) in enumerate(zip(self.each, listed, strict=True)):
+            r.first, r.layout, r.offset = k, one.layout, one.offset
+        self._note_cut(flat.layout.shard_numel)
+
+    def _note_cut(self, shard_numel: int) -> None:
         # how a shard [S] is cut for all gradients: into what is listed, and what is between
         self._split = [0]
         # of which part, in which shape
@@ -236,18 +251,17 @@ class RegisteredShards:
                 self._split += [r.offset - end, r.numel]
                 places[r.first], end = len(self._split) - 1, r.offset + r.numel
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
-        self._split.append(shard.numel() - end)
+        self._split.append(shard_numel - end)
         self._rowless: list[int] = []  # DTensors of which the last rank has nothing
         for k, r in enumerate(self.each):
             self._parts.append((places.get(r.first, 0), r.shape))
             cut = r.layout
             if (
-                mesh is not None
+                self.are_dtensors
                 and not cut.copies
                 and cut.shard_numel * (cut.world_size - 1) >= cut.numels[0]
             ):
                 self._rowless.append(k)
-        self._note_memory(shard)
 
     def __getstate__(self) -> StateDict:
         """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
@@ -646,6 +660,7 @@ class FlatParam:
 
     Attributes:
         names: path of each in the unit's module.
+        left_out: homes and names of parameters that others have taken the place of.
         compute_dtype: of what is gathered; complex numbers and integers stay what they are.
         compute_device: of the original parameters while gathered.
         is_whole: this rank's shard has all values, as they are computed with.
@@ -696,6 +711,7 @@ class FlatParam:
     ) -> None:
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
+        self.left_out: list[tuple[int, str]] = []
         self.places = list(places)
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Registered] = [self]
@@ -751,6 +767,17 @@ class FlatParam:
                 listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
         note_listings(self.listings)
         watch_asked_gradients()
+
+    def leave_out(self, number: int, layout: ShardLayout) -> None:
+        """Gives up an original parameter, the others being laid out so, before the first forward."""
+        gone = self.originals.pop(number)
+        known_originals.pop(id(gone.param), None)
+        self.left_out.append((gone.home, self.names.pop(number)))
+        self.layout, self.unused = layout, Unused(len(self.originals))
+        if self.shards is not None:
+            self.shards.leave_out(number)
+            self.collect()
+        self._settle(None)
 
     def collect(self) -> None:
         """Takes values from registered parameters whose memory was replaced."""

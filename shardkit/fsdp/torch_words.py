@@ -28,9 +28,10 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import WholeMesh
+from ..torch_seams.hooks import watch_halves
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
-from .forward import become_root, call_method, cast_inputs, run_gathered
+from .forward import become_root, call_method, cast_inputs, in_half_of_backward, run_gathered
 from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
 
@@ -222,6 +223,7 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
 # Where messages lie is decided here too: a memory that a process group recommends is none of these.
 _NEEDLESS = (
     "set_is_last_backward",
+    "set_manual_backward_finalization",
     "set_requires_all_reduce",
     "set_unshard_in_backward",
     "_set_unshard_async_op",
@@ -288,6 +290,7 @@ class TorchsMethods:
         for state in self._states(recurse):
             if not requires_gradient_sync:
                 refuse_local(state.unit.reduce)
+                watch_halves(in_half_of_backward)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
@@ -388,16 +391,7 @@ class TorchsMethods:
         if self._state.compute_device.type != "cpu":
             event.wait()
 
-    # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refuses to switch it on."""
-        if enabled:
-            raise ConfigurationError(
-                "set_manual_backward_finalization: each backward reduces its gradients by its end here. Leave it out, "
-                "and finalize_backward() with it; with set_requires_gradient_sync(False), gradients add up until a "
-                "backward that reduces them"
-            )
-
+    # ------------------------------------------------------------ torch 2.15's
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refuses to switch it on."""
         if keep:
@@ -407,7 +401,9 @@ class TorchsMethods:
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Nothing is left to do after a backward."""
+        """Reduces gradients that backwards without gradient sync have kept (collective); others are reduced already."""
+        if self._state.engine is not None:
+            self._state.engine.reduce_now()
         return UnshardHandle() if async_op else None
 
     # ------------------------------------------------------------ other methods that compute
@@ -595,8 +591,7 @@ class AsTorchsState:
 
     def post_backward(self) -> None:
         """Reduces gradients that backwards have kept (collective)."""
-        if self._state.engine is not None:
-            self._state.engine.reduce_now()
+        TorchsMethods(self._state).finalize_backward()
 
     def _root_post_backward_final_callback(self) -> None:
         """Nothing is left to do."""

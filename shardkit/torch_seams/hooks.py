@@ -309,7 +309,8 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
         return _run_backward(t_outputs, *args, **kwargs)
     with contextlib.ExitStack() as around:
         for check in _asked_checks:
-            around.enter_context(check(args[3], bool(kwargs.get("accumulate_grad"))))
+            tensors = [asked for asked in args[3] if isinstance(asked, torch.Tensor)]  # no edges of the graph
+            around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
         return _run_backward(t_outputs, *args, **kwargs)
 
 
@@ -324,6 +325,28 @@ def check_asked_gradients(check: AskedCheck) -> None:
         if len(_asked_checks) == 1:
             for module in (torch.autograd, torch.autograd.graph):
                 module._engine_run_backward = _run_checked  # type: ignore[attr-defined]
+
+
+HalfCheck = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Sequence[Tree]]]
+
+
+def watch_halves(around: HalfCheck) -> None:
+    """Runs each half of a backward in what ``around`` makes of a module's parameters, with the weights that it gives.
+
+    Halves are those of torch's pipelines without bubbles: gradients of a stage's inputs, and later those of its
+    weights, which are looked for in the graph. Where pipelines have not been imported nothing is done.
+    """
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    for name, position in (("stage_backward_input", 3), ("stage_backward_weight", 0)):
+        theirs = getattr(stage, name, None)
+        if theirs is not None and not hasattr(theirs, "__wrapped__"):
+            half = functools.partial(_half, theirs, position, around)
+            setattr(stage, name, functools.update_wrapper(half, theirs))
+
+
+def _half(theirs: AnyCallable, position: int, around: HalfCheck, *args: Tree) -> Tree:
+    with around(list(args[position])) as weights:
+        return theirs(*args[:position], iter(weights), *args[position + 1 :])
 
 
 @functools.cache
