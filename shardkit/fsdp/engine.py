@@ -423,12 +423,8 @@ class Engine:
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
-        for flat in self._held:  # what stays from step to step where the shards have changed
-            if flat.held_at != flat.version:
-                flat.drop()
-        self._held = [f for f in self._held if f.held_at is not None]
-        for unit in self._keeping:
-            unit.give_back_frozen(outdated=True)
+        if self._held or self._keeping:
+            self._drop_outdated()
         self.recording = torch.is_grad_enabled()
         if self.recording:
             self.state.began = next(moments)
@@ -441,6 +437,15 @@ class Engine:
                     self._replan = True
                 if is_first:
                     unit.is_reached = False
+
+    def _drop_outdated(self) -> None:
+        """Frees what stays from step to step where the shards have changed."""
+        for flat in self._held:
+            if flat.held_at != flat.version:
+                flat.drop()
+        self._held = [f for f in self._held if f.held_at is not None]
+        for unit in self._keeping:
+            unit.give_back_frozen(outdated=True)
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
