@@ -42,7 +42,7 @@ from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..policy import Compression, ReducePolicy
-from ..reduction.shard_gradients import RowlessGradient, ShardGradient, mark_dtensor
+from ..reduction.shard_gradients import RowlessGradient, ShardGradient, StandingGradient, mark_dtensor
 from ..torch_seams.dtensors import (
     as_parameter,
     at_offset_0,
@@ -55,7 +55,7 @@ from ..torch_seams.dtensors import (
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
 from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, Ranges
-from ..types import StateDict
+from ..types import StateDict, Tree
 from .originals import (
     OriginalParameter,
     Place,
@@ -132,7 +132,10 @@ class RegisteredShard:
         offset: where the part begins in the shard.
         shape: of what is listed here; of a DTensor, of its local tensor.
         spec: of the DTensor; None where an ordinary parameter is listed.
+        standing: its gradient, where that stands for this rank's own.
     """
+
+    standing: StandingGradient | None = None
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class RegisteredShard:
         return values[self.offset : self.offset + self.numel].view(self.shape)
 
     def __getstate__(self) -> StateDict:
-        return {**self.__dict__, "spec": None}  # that of the DTensor
+        return {**self.__dict__, "spec": None, "standing": None}  # that of the DTensor
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
@@ -339,11 +342,16 @@ class RegisteredShards:
             return own
         like = self.each[0].flat.param
         made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        standing: list[tuple[Tree, StandingGradient]] = [
+            (r.param, r.standing) for r, _ in there if r.standing is not None and r.standing.stands(r.param)
+        ]
         for r, g in there:
             with as_plain():
                 r.part(made).copy_(r.local(g))
         kind = next((type(g) for r, g in there if r.spec is None), torch.Tensor)
         self._show(made, [g is not None for g in now], kind)
+        for param, one in standing:
+            one.stand(param, param.grad)
         return made
 
     def _common(self, there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
@@ -439,7 +447,8 @@ class RegisteredShards:
         unused.note(had, [g is None for g in before])
         there = [(r, g) for r, g in zip(self.each, before, strict=True) if g is not None]
         hooked = any(map(_hooks_of, self.params))
-        own = self._common(there) if len(there) == len(before) and not hooked else None
+        may_add = len(there) == len(before) and not hooked and False not in had
+        own = self._common(there) if may_add else None
         if own is not None:
             with as_plain():
                 own.add_(gradient)

@@ -70,6 +70,7 @@ from .originals import (
     Place,
     as_tensors,
     backward_when_summoned,
+    get_data,
     hide,
     replaced_original,
 )
@@ -78,6 +79,8 @@ from .unit import UnitCall
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+_node_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 @not_compiled
@@ -180,7 +183,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    value = saved.param.data
+    value = get_data(saved.param)
     if saved.view is not None:
         return saved.view._view_func_unsafe(value)  # type: ignore[attr-defined, no-any-return]
     return value.t() if saved.transposed else value
@@ -359,6 +362,7 @@ def enter(
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
+    unit.began = _node_number()
     entered = Entered(None, engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
@@ -433,6 +437,16 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
             given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_in(inputs)
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
+        # a loss that a module keeps, and the program adds to the others: a loop, since a call would be one in each step
+        for module in unit.needs[0].modules if unit.needs else ():
+            for name, kept in module.__dict__.items():
+                kind = type(kept)
+                if kind is torch.Tensor or ((kind is list or kind is dict) and kept and name[0] != "_"):
+                    for tensor in (kept,) if kind is torch.Tensor else tensors_in(kept):
+                        node = tensor.grad_fn
+                        if node is not None and node._sequence_nr() >= unit.began:
+                            tensor.register_hook(seen.enter_backward)
+                            have_graph = True
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
             unit.is_reached = True
     if is_outermost:

@@ -221,6 +221,9 @@ def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
     _watch()
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
     doors = [mate.door for mate in state.mates] if state.mates else [state.door]
+    if state.unit_module is not None:
+        for wrapper in (state.door, state.unit_module):
+            wrapper.__dict__[_MANAGED] = keeps_in_step
     for m in modules:
         m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
@@ -306,6 +309,8 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if param is None or not _is_taken(parent) or param is parent._parameters.get(name):
         return None
     before = parent._parameters.get(name)
+    if isinstance(before, FlatParameter) or isinstance(param, FlatParameter):
+        return None  # forward says that it would ignore another one
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)

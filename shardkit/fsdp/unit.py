@@ -57,6 +57,7 @@ class Unit:
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
         goes_backward: it may on some rank: the unit is gathered for backward.
+        began: what autograd counted when its last forward began.
         is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
         open_calls: with frozen parameters, that backward is inside of: it needs these.
@@ -102,7 +103,7 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
-        self.is_reached = True
+        self.is_reached, self.began = True, 0
         self.goes_backward = True
         self.is_undecided = False
         self.open_calls = 0

@@ -247,7 +247,11 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
         state = self._state
         if state.is_asleep:
             wake(state)
-        return run_gathered(state, state.module, args, kwargs)
+        unit: Tree = state.unit_module
+        called = state.module
+        if unit._forward_hooks or unit._forward_pre_hooks or unit._backward_hooks or unit._backward_pre_hooks:
+            called = unit  # which fairscale's wrappers have as their ``module``: a program hooks it
+        return run_gathered(state, called, args, kwargs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).

@@ -235,7 +235,7 @@ class OSS(Optimizer):
     def _adopt_inner(self) -> None:
         """Shows the inner optimizer's defaults, options and state as this optimizer's own."""
         self.defaults = dict(self.optim.defaults)
-        self.state = self.optim.state
+        self.state = self._adopted = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
         self._agreed.note(self.param_groups)
 
@@ -248,9 +248,10 @@ class OSS(Optimizer):
         self._refuse_shards(type(self.optim))
         check_one_device(self._parameters())
         self._assign_owners()
-        added = group_facts(self.param_groups, len(self.param_groups) - 1, self._of_rank)
-        check_ranks_agree(self._group, self.param_groups, added)
+        # all options, as a scheduler has set them since the last step
+        check_ranks_agree(self._group, self.param_groups, group_facts(self.param_groups, 0, self._of_rank))
         self._lay_out()
+        copy_options(self.param_groups[:-1], self.optim.param_groups)
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._adopt_inner()
 
@@ -295,6 +296,8 @@ class OSS(Optimizer):
         self._agreed.check(self._group, self.param_groups)
         self.refresh_trainable()
         copy_options(self.param_groups, self.optim.param_groups)
+        if self.state is not self._adopted:  # a program has put another one there, to begin anew
+            self.optim.state = self._adopted = self.state
 
     @not_compiled
     def _check_gradients(self) -> None:

@@ -81,6 +81,24 @@ class Inner:
                 state[part.listed] = self.optimizer.state[param]
         self.shown = len(self.optimizer.state)
 
+    def forget_state(self, state: dict[torch.Tensor, StateDict]) -> None:
+        """Begins anew with what a program has taken out of a state by listed parameters.
+
+        Raises:
+            LifecycleError: it has left the state of what is updated together with that.
+        """
+        for param, spans in self.spans.items():
+            left = [part.name for part, _ in spans if part.listed in state]
+            if self.optimizer is None or param not in self.optimizer.state or len(left) == len(spans):
+                continue
+            if left:
+                raise LifecycleError(
+                    f"state of WholeParameters was cleared, but not that of {left}, whose pieces on this rank are "
+                    "updated together with what was cleared: clear the state of all parameters of the rule"
+                )
+            del self.optimizer.state[param]
+        self.shown = -1
+
     def whole_states(self) -> dict[str, StateDict]:
         """Returns the state of the parameters that are updated here as a whole, by name."""
         if self.optimizer is None:
@@ -528,6 +546,7 @@ class WholeParameters(Optimizer):
         self._check_agreement(rules)
         self._names = {ranks: numbered(group, "WholeParameters") for ranks, group in self._groups.items()}
         self._agreed = AgreedOptions()
+        self._shown = 0  # parameters that have a state
         self._placing = Placing(self._parts, rules, cost)
         self._make_inners()
 
@@ -759,7 +778,10 @@ class WholeParameters(Optimizer):
 
     # ------------------------------------------------------------ options and state
     def _options_to_inners(self) -> None:
+        is_cleared = len(self.state) < self._shown  # or another object
         for inner, group in zip(self._placing.inners, self.param_groups, strict=True):
+            if is_cleared:
+                inner.forget_state(cast("dict[torch.Tensor, StateDict]", self.state))
             if inner.optimizer is not None:
                 copy_options([group], inner.optimizer.param_groups)
 
@@ -770,6 +792,7 @@ class WholeParameters(Optimizer):
                 continue
             copy_options(inner.optimizer.param_groups, [group])
             inner.show_state(state)
+        self._shown = len(state)
         self._agreed.note(self.param_groups)
 
     @noting_errors
