@@ -65,12 +65,6 @@ def _state(module: nn.Module) -> object:
 fully_shard.state = _state  # type: ignore[attr-defined]
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets a method gather as torch's function does; of modules that are not sharded nothing changes."""
-    if state_of(module) is not None:
-        ours.register_fsdp_forward_method(module, method_name)
-
-
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Shares streams, which channels of a backend are here, and shared already.
 
@@ -154,4 +148,4 @@ def _replace(by: Kwargs) -> None:
                 setattr(module, name, by[name])
 
 
-_OURS: Kwargs = {name: globals()[name] for name in _torchs}
+_OURS: Kwargs = {name: globals().get(name, getattr(ours, name, None)) for name in _torchs}

@@ -70,7 +70,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -78,7 +78,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from ..backend import Group, ReduceOp, Work
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import LifecycleError
 from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
 from ..torch_seams.compiling import not_compiled
@@ -884,31 +884,6 @@ class Engine:
             self.rounds.end()
             if self.rounds.are_waiting():
                 refuse_steps.note(self.rounds)
-
-    @contextlib.contextmanager
-    def half_of_backward(self) -> Iterator[None]:
-        """Has all units gathered inside, and notes the gradients that come, of which no hook tells (collective).
-
-        Raises:
-            ConfigurationError: gradients are reduced in each backward, and a half has only some.
-        """
-        if not self.state.accumulating:
-            raise ConfigurationError(
-                "half of a backward, as in torch's pipelines without bubbles, for a module that reduces its gradients "
-                "in each backward: shard it in torch's words (fully_shard(module, dtensors=True)), or take another "
-                "schedule"
-            )
-        self._gather_together([unit for unit in self.units if not unit.is_held])
-        for flat in self._flats:
-            if flat.store.state is GATHERING:
-                flat.store.finish()
-        yield
-        for unit in self.units:
-            for local, pack in unit.local_gradients():
-                local.note(pack)
-            if not unit.keep_after_backward:  # some ranks have met a hook inside, and have given it back
-                unit.release()
-            self._lock(unit.needs)
 
     def recover(self) -> None:
         """Forgets a backward that died of an exception."""

@@ -64,17 +64,8 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import (
-    GatheredParameter,
-    OriginalParameter,
-    Place,
-    as_tensors,
-    backward_when_summoned,
-    get_data,
-    hide,
-    replaced_original,
-)
-from .state import ShardingState, clean, named_units, owners_of
+from .originals import GatheredParameter, Place, backward_when_summoned, get_data, hide, replaced_original
+from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
 if TYPE_CHECKING:
@@ -246,52 +237,8 @@ def become_root(state: ShardingState) -> Engine:
     ranks = state.group.world_size * (1 if state.replicas is None else state.replicas.world_size)
     order = order_in_words(state.options.reduce, ranks)
     announce(state.door, len(states), originals, state.group, order)
-    watch_halves(in_half_of_backward)
+    watch_halves(listing_of)
     return engine
-
-
-class _InGraph:
-    """Stands for an original parameter, locked or not, where its node in the graph is looked for.
-
-    Attributes:
-        grad_fn: the node that accumulates its gradient.
-    """
-
-    requires_grad = False  # else the node of a view of this would be looked for
-
-    def __init__(self, original: OriginalParameter) -> None:
-        self._param = param = original.param
-        with as_tensors(), torch.enable_grad():
-            view = param.view_as(param).grad_fn
-        self.grad_fn = None if view is None else view.next_functions[0][0]
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Is the original parameter's."""
-        with as_tensors():
-            return self._param.grad
-
-    @grad.setter
-    def grad(self, gradient: torch.Tensor) -> None:
-        with as_tensors():
-            self._param.grad = gradient
-
-
-@contextmanager
-def in_half_of_backward(listed: Sequence[torch.Tensor]) -> Iterator[Sequence[Tree]]:
-    """Gives half of a backward, in which no hook tells of gradients, what the graph has in place of what is listed.
-
-    It is gathered, and the gradients that it gets are noted as this rank's own.
-
-    Raises:
-        ConfigurationError: it would be reduced with the next half.
-    """
-    listings = [(p, listing_of(p)) for p in listed]
-    owners = owners_of([found.flat for _, found in listings if found is not None])
-    with ExitStack() as stack:
-        for engine in dict.fromkeys(owner.engine for owner in owners if owner.engine is not None):
-            stack.enter_context(engine.half_of_backward())
-        yield [w for p, found in listings for w in ([p] if found is None else map(_InGraph, found.originals))]
 
 
 def _enter_summoned(

@@ -24,6 +24,7 @@ from torch import nn
 
 from ..backend import is_group
 from ..errors import ConfigurationError
+from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
@@ -31,7 +32,7 @@ from ..torch_seams.dtensors import WholeMesh
 from ..torch_seams.hooks import watch_halves
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
-from .forward import become_root, call_method, cast_inputs, in_half_of_backward, run_gathered
+from .forward import become_root, call_method, cast_inputs, run_gathered
 from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
 
@@ -125,15 +126,15 @@ class TorchsWords(NamedTuple):
 
     def _said_of(self, info: Tree) -> tuple[DeviceMesh, TorchsArguments]:
         """Returns the mesh and words for parameters that have this ``mesh_info``, inside of what casts for them."""
-        said: TorchsArguments = {"dp_mesh_dims": getattr(info, "dp_mesh_dims", None)}
         choose = cast("Callable[[nn.Parameter], Tree]", self.shard_placement_fn)
-        said["shard_placement_fn"] = lambda p: choose(p).placement
+        said = self._replace(
+            shard_placement_fn=lambda p: choose(p).placement, dp_mesh_dims=getattr(info, "dp_mesh_dims", None)
+        )
         if self.mp_policy is not None:
-            said["mp_policy"] = replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
-        said["reshard_after_forward"] = self.reshard_after_forward
-        said["offload_policy"] = self.offload_policy
-        said["ignored_params"] = self.ignored_params
-        return getattr(info, "spmd_mesh", None) or info.mesh, said
+            said = said._replace(
+                mp_policy=replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
+            )
+        return getattr(info, "spmd_mesh", None) or info.mesh, cast("TorchsArguments", said._asdict())
 
     @property
     def casts_inputs(self) -> bool:
@@ -290,7 +291,7 @@ class TorchsMethods:
         for state in self._states(recurse):
             if not requires_gradient_sync:
                 refuse_local(state.unit.reduce)
-                watch_halves(in_half_of_backward)
+                watch_halves(listing_of)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
@@ -451,6 +452,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: torch.distributed.fsdp.register_fsdp_forward_method.
     """
+    if state_of(module) is None:
+        return
     if not callable(getattr(type(module), method_name, None)):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register")
     _register(module, method_name, getattr(module, method_name))

@@ -327,26 +327,24 @@ def check_asked_gradients(check: AskedCheck) -> None:
                 module._engine_run_backward = _run_checked  # type: ignore[attr-defined]
 
 
-HalfCheck = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Sequence[Tree]]]
+def watch_halves(is_shard: Callable[[torch.Tensor], object]) -> None:
+    """Lets torch's pipelines compute gradients of weights with those of a stage's inputs where the weights are shards.
 
-
-def watch_halves(around: HalfCheck) -> None:
-    """Runs each half of a backward in what ``around`` makes of a module's parameters, with the weights that it gives.
-
-    Halves are those of torch's pipelines without bubbles: gradients of a stage's inputs, and later those of its
-    weights, which are looked for in the graph. Where pipelines have not been imported nothing is done.
+    Schedules without bubbles ask for them later, and look for the weights in the graph, where no shard is.
     """
-    stage = sys.modules.get("torch.distributed.pipelining.stage")
-    for name, position in (("stage_backward_input", 3), ("stage_backward_weight", 0)):
-        theirs = getattr(stage, name, None)
-        if theirs is not None and not hasattr(theirs, "__wrapped__"):
-            half = functools.partial(_half, theirs, position, around)
-            setattr(stage, name, functools.update_wrapper(half, theirs))
+    stage: Tree = sys.modules.get("torch.distributed.pipelining.stage")
+    theirs = getattr(stage, "stage_backward_input", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
 
+    @functools.wraps(theirs)
+    def run(outputs: Sequence[Tree], gradients: Tree, inputs: Tree, weights: Iterator[torch.Tensor]) -> Tree:
+        listed = list(weights)
+        if any(map(is_shard, listed)):  # without gradients it is a loss
+            return stage.stage_backward(outputs[0] if gradients is None else outputs, gradients, inputs), []
+        return theirs(outputs, gradients, inputs, iter(listed))
 
-def _half(theirs: AnyCallable, position: int, around: HalfCheck, *args: Tree) -> Tree:
-    with around(list(args[position])) as weights:
-        return theirs(*args[:position], iter(weights), *args[position + 1 :])
+    stage.stage_backward_input = run
 
 
 @functools.cache
