@@ -33,7 +33,6 @@ from .c10d.group import NUMBERS, OPS, After, C10dBackend, C10dGroup, C10dWork, T
 from .connections import process_group_over
 from .diagnosis.stack_report import Call, CallFacts
 from .diagnosis.watchdog import Watch
-from .eager import EagerBackend
 
 
 class EventTimer:
@@ -78,7 +77,7 @@ class StreamCopy(Copy):
         self._kept = ()
 
 
-class AcceleratorBackend(EagerBackend, C10dBackend):
+class AcceleratorBackend(C10dBackend):
     """Tensors of one kind of accelerator, one process for each device.
 
     Attributes:

@@ -14,28 +14,10 @@ from torch import Tensor
 
 from shardkit.backend import DONE, Backend, Group, ReduceOp, Sizes, Work, check_member, check_members
 from shardkit.errors import ConfigurationError
-from shardkit.types import ProcessGroup, StateDict, T, Tree
+from shardkit.types import StateDict, T, Tree
 
 
-class EagerBackend(Backend):
-    """Storage that can be resized, and nothing to run later."""
-
-    def take_storage(self, tensor: torch.Tensor) -> None:
-        numel = int(tensor.storage_offset()) + tensor.numel()  # it owns its whole storage
-        tensor.untyped_storage().resize_(numel * tensor.element_size())
-
-    def release_storage(self, tensor: torch.Tensor) -> None:
-        """Gives memory back to the current stream's pool; other streams that use it have to be waited for before."""
-        tensor.untyped_storage().resize_(0)
-
-    def mark_step(self, *, wait: bool = False) -> None:
-        """Does nothing: operations have been run."""
-
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Does nothing: operations run in the order of their calls."""
-
-
-class Host(EagerBackend):
+class Host(Backend):
     """CPU tensors: nothing that overlaps, torch's default generator."""
 
     device_type = "cpu"
@@ -89,121 +71,6 @@ def worlds_of_ranks(here: Callable[[], StateDict | None]) -> Tree:
     return type("WorldsOfRanks", (type(outside),), own)()
 
 
-# ------------------------------------------------------------ objects between ranks
-# Through collectives of bytes, or where ranks exchange bytes on the host.
-class ObjectsOverTensors(Group):
-    """Carries objects by the group's own collectives.
-
-    The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
-    """
-
-    process_group: object  # None: a single rank that never communicates
-
-    def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        if self.process_group is None:
-            return [obj]
-        return [pickle.loads(part) for part in self._gathered(*announce(self, obj, True, label), label)]
-
-    def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        if self.process_group is None:
-            return [data]
-        sizes = sizes_of(self, len(data), label)
-        return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
-
-    def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
-        check_member(self, "gather_object", dst)
-        if self.process_group is None:
-            return [obj]
-        packed, sizes = announce(self, obj, True, label)
-        data = as_tensor(packed).to(self.backend.device())
-        here, world = self.rank == dst, self.world_size
-        buffer, everything = _buffer(self, sum(sizes) if here else 0)
-        send = [data.numel() if r == dst else 0 for r in range(world)]
-        self.all_to_all(everything, data, sizes if here else [0] * world, send, label=label)
-        return [pickle.loads(part) for part in _parts(buffer, everything, sizes)] if here else None
-
-    def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
-        check_member(self, "broadcast_object", src)
-        if self.process_group is None:
-            return obj
-        here = self.rank == src
-        data, sizes = announce(self, obj, here, label)
-        received = self._spread(data, sizes[src], src, label)
-        return obj if here else pickle.loads(received)
-
-    def _widths(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Returns how many bytes travel for objects of these sizes."""
-        return sizes
-
-    def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
-        widths = self._widths(sizes)
-        own = as_tensor(data.ljust(widths[self.rank], b"\0")).to(self.backend.device())
-        buffer, everything = _buffer(self, sum(widths))
-        self.all_gather_into(everything, own, widths, label=label)
-        parts = _parts(buffer, everything, widths)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
-
-    def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
-        (width,) = self._widths([size])
-        if self.rank == src:
-            self.broadcast(as_tensor(data.ljust(width, b"\0")).to(self.backend.device()), src, label=label)
-            return memoryview(data)
-        buffer, received = _buffer(self, width)
-        self.broadcast(received, src, label=label)
-        return _parts(buffer, received, [size])[0]
-
-
-def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
-    """Returns the pickled object, and the number of bytes on every rank."""
-    problem: Exception | None = None
-    data = bytearray()
-    if sends:
-        try:
-            data = bytearray(pickle.dumps(obj))
-        except Exception as error:  # noqa: BLE001 - whatever __reduce__ of the user's object raises
-            problem = error
-    counts = sizes_of(group, len(data) if problem is None else -1, label)
-    if min(counts) < 0:
-        ranks = [group.ranks[r] for r, count in enumerate(counts) if count < 0]
-        what = f" ({type(obj).__name__} here: {problem})" if problem is not None else ""
-        raise ConfigurationError(
-            f"objects of ranks {ranks} can't be pickled{what}; label {label!r}"
-        ) from problem
-    return data, counts
-
-
-def sizes_of(group: Group, size: int, label: str) -> list[int]:
-    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.backend.device())
-    own = sizes[group.rank : group.rank + 1]
-    own.fill_(size)
-    group.all_gather_into(sizes, own, label=label)
-    counts: list[int] = sizes.tolist()
-    return counts
-
-
-def as_tensor(data: bytearray) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
-    buffer = bytearray(numel)
-    if not numel:
-        return buffer, torch.empty(0, dtype=torch.uint8, device=group.backend.device())
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    device = group.backend.device()
-    return buffer, tensor if device.type == "cpu" else torch.empty_like(tensor, device=device)
-
-
-def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
-    if received.device.type != "cpu":
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(received)
-    view, start, parts = memoryview(buffer), 0, []
-    for size in sizes:
-        parts.append(view[start : start + size])
-        start += size
-    return parts
-
-
 class ObjectsOverBytes(Group):
     """Exchanges objects as pickled bytes, so that ranks of one process share nothing."""
 
@@ -233,25 +100,6 @@ class ObjectsOverBytes(Group):
 
 # ------------------------------------------------------------ imagined ranks
 # Rank 0 of as many as one likes, of which the others don't exist: for plans of models whose tensors have no values.
-class ImaginedBackend(Host):
-    """Meta tensors. Not loaded by name: ``FSDP(model, backend=ImaginedBackend(world_size))``."""
-
-    name = "imagined"
-    device_type = "meta"
-
-    def __init__(self, world_size: int) -> None:
-        self._group = ImaginedGroup(self, range(world_size))
-
-    def is_available(self) -> bool:
-        return True
-
-    def device(self) -> torch.device:
-        return torch.device("meta")
-
-    def group(self, process_group: ProcessGroup = None) -> ImaginedGroup:
-        return self._group
-
-
 class ImaginedGroup(Group):
     """Carries nothing; what ranks say about themselves is the same on all."""
 

@@ -19,8 +19,7 @@ import images
 import training
 from digits import Block
 from shardkit import wrap
-from shardkit.tools.estimate import Subject, estimate
-from shardkit.tools.estimate.report import as_text
+from shardkit.tools.estimate import Subject, as_text, estimate
 
 FLAGS = ("embed_dim", "num_heads", "num_blocks", "image_size", "patch_size", "classes")
 

@@ -519,13 +519,17 @@ class Backend(abc.ABC):
             ConfigurationError: no process group exists yet, or this rank is no member.
         """
 
-    @abc.abstractmethod
     def take_storage(self, tensor: Tensor) -> None:
         """Gives a tensor whose storage was released its memory back (contents undefined)."""
+        numel = int(tensor.storage_offset()) + tensor.numel()  # it owns its whole storage
+        tensor.untyped_storage().resize_(numel * tensor.element_size())
 
-    @abc.abstractmethod
     def release_storage(self, tensor: Tensor) -> None:
-        """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects."""
+        """Gives the memory of a tensor that owns its whole storage back; views of it stay valid objects.
+
+        It goes to the current stream's pool: other streams that use it have to be waited for before.
+        """
+        tensor.untyped_storage().resize_(0)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Takes host memory that the device can copy from and to beside what it computes."""
@@ -562,16 +566,16 @@ class Backend(abc.ABC):
         return None
 
     # lazy execution
-    @abc.abstractmethod
     def mark_step(self, *, wait: bool = False) -> None:
         """Runs what was recorded so far, where execution is lazy; else nothing."""
+        return
 
-    @abc.abstractmethod
     def tie(self, tensors: Sequence[Tensor]) -> None:
         """Orders, where a compiler decides, whatever uses one of these from now on after all of them; else nothing.
 
         Values stay the same. Tensors on other devices are left out.
         """
+        return
 
     @abc.abstractmethod
     def rng_state(self) -> Tensor: ...

@@ -228,9 +228,8 @@ def _touch(found: Any) -> None:
             assert UNWRITTEN not in value.tobytes(), "memory that nobody has written"
         elif isinstance(value, torch.Tensor):
             plain = value.layout == torch.strided and value.device.type == "cpu"
-            if (
-                plain and value.numel() <= 1 << 20
-            ):  # an expanded element may stand for more than there is memory
+            # an expanded element may stand for more than there is memory
+            if plain and value.numel() <= 1 << 20:
                 data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 assert UNWRITTEN not in data, "memory that nobody has written"
 

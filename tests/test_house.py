@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_985  # of all source; to be lowered with each release
+LINES = 64_750  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_285,
-    "compat": 9_470,
-    "shardkit": 2_360,  # the files right there
+    "backends": 7_250,
+    "compat": 9_440,
+    "shardkit": 2_355,  # the files right there
     "shardkit/checkpoint": 6_715,
     "shardkit/flattening": 880,
-    "shardkit/fsdp": 11_332,
+    "shardkit/fsdp": 11_280,
     "shardkit/integrations": 517,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_515,
     "shardkit/optimizer_state": 1_305,
     "shardkit/optimizers": 540,
-    "shardkit/oss": 3_085,
+    "shardkit/oss": 3_055,
     "shardkit/pipeline": 1_510,
-    "shardkit/reduction": 1_557,
-    "shardkit/tools": 7_780,
+    "shardkit/reduction": 1_563,
+    "shardkit/tools": 7_635,
     "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_575,
-    "shardkit/training": 4_785,
+    "shardkit/training": 4_775,
     "shardkit/wrapping": 1_035,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

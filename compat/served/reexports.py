@@ -16,6 +16,9 @@ MOVED = {
     "extra.adam": "optim.adam",
     "extra.auto_shard": "experimental.nn.auto_shard",
     "experimental.nn.data_parallel.gossip.distributed": "experimental.nn.data_parallel.gossip",
+    "experimental.nn.data_parallel.gossip.gossiper": "experimental.nn.data_parallel.gossip",
+    "experimental.nn.data_parallel.gossip.graph_manager": "experimental.nn.data_parallel.gossip",
+    "experimental.nn.data_parallel.gossip.mixing_manager": "experimental.nn.data_parallel.gossip",
     "experimental.nn.data_parallel.gossip.utils.helpers": "experimental.nn.data_parallel.gossip.utils",
     "experimental.optim.dynamic_loss_scaler": "experimental.optim",
     "extra.dynamic_loss_scaler": "experimental.optim",
@@ -63,17 +66,10 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
-    "experimental.nn.data_parallel.gossip.graph_manager: DynamicBipartiteExponentialGraph, "
-    "DynamicBipartiteLinearGraph, DynamicDirectedExponentialGraph, DynamicDirectedLinearGraph, "
-    "NPeerDynamicDirectedExponentialGraph as NPDDEGraph, RingGraph; "
+    "experimental.nn.data_parallel.gossip: NPeerDynamicDirectedExponentialGraph as NPDDEGraph; "
     "experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, create_event_recorder, "
     "create_process_group, group_by_dtype, make_logger; "
     "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder",
-    "experimental.nn.data_parallel.gossip.gossiper":
-    "experimental.nn.data_parallel.gossip.graph_manager: Gossiper, GraphManager, MixingManager, PushPull, "
-    "PushSum, UniformMixing, dist_backend",
-    "experimental.nn.data_parallel.gossip.mixing_manager":
-    "experimental.nn.data_parallel.gossip.graph_manager: GraphManager, MixingManager, UniformMixing",
     "experimental.nn.data_parallel.gossip.utils.cuda_metering":
     "experimental.nn.data_parallel.gossip.utils: DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, "
     "create_event_recorder, deque_with_max_len_fixed",
@@ -232,7 +228,7 @@ REEXPORTED = {
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim.oss":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
-    "training_checkpoints.handles": "checkpoint.background: Handle",
+    "training_checkpoints.handles": "checkpoint.saving: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }
 # fmt: on

@@ -22,6 +22,7 @@ from torch import nn
 from shardkit import fsdp as ours
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
+from shardkit.fsdp import register_fsdp_forward_method
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.dtensors import mesh_over
 from shardkit.types import Tree
@@ -49,12 +50,6 @@ def _state(module: nn.Module) -> object:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Lets a method gather as torch's function does; of modules that are not sharded nothing changes."""
-    if state_of(module) is not None:
-        ours.register_fsdp_forward_method(module, method_name)
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.tools.estimate import Subject, estimate
-from shardkit.tools.estimate.stepping import KINDS
+from shardkit.tools.estimate import KINDS, Subject, estimate
 
 FOLDER = Path(__file__).parent
 GREY = "#848d97"

@@ -21,7 +21,7 @@ from ..optimizers.shards import copy_options, options_of, shard_behind
 from ..oss.optimizer import OSS
 from ..torch_seams.dtensors import is_dtensor
 from ..training.adascale import AdaScale
-from ..training.whole_parameters.listed import Part
+from ..training.whole_parameters.exchange import Part
 from ..training.whole_parameters.optimizer import WholeParameters
 from ..training.whole_parameters.optimizer import slot_of as slot_of_parts
 from ..types import StateDict, Tree

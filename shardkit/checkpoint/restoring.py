@@ -20,7 +20,6 @@ from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, whole
 from ..progress import noting_errors
 from ..torch_seams.tensors import narrowed
 from ..types import ProcessGroup, StateDict, Tree
-from .background import agree, attempt, wait_for_earlier
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
 from .format.manifest import StoredCheckpoint, read_tensor
@@ -28,6 +27,7 @@ from .format.metadata import Chunk, Record
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, equal, load_loader, set_random_states
+from .saving import agree, attempt, wait_for_earlier
 
 
 class Wanted(NamedTuple):

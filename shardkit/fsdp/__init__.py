@@ -1,10 +1,9 @@
 """Sharded parameters (ZeRO stage 3)."""
 
 from .construct import hybrid_groups
-from .export import Change, SentWeights
 from .fully_shard import fully_shard
 from .masters import step_in_backward
-from .sharded_api import sharding_of
+from .sharded_api import Change, SentWeights, sharding_of
 from .state_dict import gather_plain, shard_plain
 from .torch_words import register_fsdp_forward_method
 from .wrapper import FSDP

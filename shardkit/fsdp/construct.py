@@ -36,7 +36,7 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
-from ..layout import ShardLayout, in_runs
+from ..layout import ShardLayout
 from ..optimizers.shards import are_registered, listing_of
 from ..policy import Compression
 from ..reduction.compression import check_compressible
@@ -65,7 +65,7 @@ from .originals import (
     register,
     take_out,
 )
-from .own_forms import ExtendedParameter, PackedWeight, is_extended, is_packable, no_values
+from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
@@ -274,7 +274,7 @@ def _kind_of(
         return functools.partial(SplitParameter, whole=whole)
     if whole is not None and (noted := whole.annotation(name, param)) is not None:
         return functools.partial(AnnotatedParameter, noted=noted)
-    return ExtendedParameter if is_extended(param) else OriginalParameter
+    return extension_of(param) or OriginalParameter
 
 
 def alike(found: Found) -> list[list[OriginalParameter]]:
@@ -649,11 +649,7 @@ def _check_dimension(found: Found, original: OriginalParameter) -> None:
 def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout, torch.Tensor]:
     """Cuts some parameters, and takes this rank's shard of them to where it is to be (collective)."""
     options, group, replicas = found.state.options, found.state.group, found.state.replicas
-    if options.placement is not None and group.world_size > 1:
-        layout = options.layout([original.rows for original in originals], group.world_size)
-        layout = in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
-    else:
-        layout = options.layout(list(map(_shape_of, originals)), group.world_size)
+    layout = found.state.layout_of(originals)
     if layout.grains is not None and not group.backend.has_storage:
         # all ranks run one program: parts are of one size
         layout = ShardLayout(layout.numels, group.world_size)
@@ -789,7 +785,8 @@ def name_flats(states: Mapping[ShardingState, str]) -> None:
     numbers = numbers_of([(state.group, state.run_id) for state in states])
     for (state, path), number in zip(states.items(), numbers, strict=True):
         for k, flat in enumerate(state.flats):
-            flat.label = f"parameters {k} of {path or type(state.module).__name__}, unit {number}"
+            without = f", without {flat.left_out}" if flat.left_out else ""
+            flat.label = f"parameters {k} of {path or type(state.module).__name__}, unit {number}{without}"
 
 
 def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None:
@@ -827,26 +824,21 @@ def announce(root: nn.Module, units: int, parameters: int, group: Group, order: 
 def wake(state: ShardingState) -> None:
     """Makes states that were copied, of a unit and of those below it, work: groups, units, memory to gather into.
 
-    Of other states it takes the parameters, and the memory, that were put in place of those that are listed.
+    Of other states it takes the memory that was put in place of that of what is listed.
 
     Raises:
         ConfigurationError: it is a shard of another number of ranks.
     """
-    if state.is_asleep:
-        for s in reversed(state.states()):
-            if s.is_asleep:
-                _wake(s)
-    for s in state.states():
+    states = state.states()
+    for s in reversed(states):
+        if s.is_asleep:
+            _wake(s)
+    for s in states:
         if any(flat.is_behind for flat in s.flats):
             end_move(s)
 
 
 def _wake(state: ShardingState) -> None:
-    # it is no copy: other parameters were put in place of the listed ones
-    if "borrowed" not in state.__dict__:
-        state.is_asleep = False
-        end_move(state)
-        return
     for owner in owners_of(state.__dict__["borrowed"]):
         if owner.is_asleep:
             _wake(owner)

@@ -856,7 +856,8 @@ class Engine:
         gathers = self._plan.gathers
         while self._passed + 1 < len(gathers):  # other ranks may have reached them
             self._pass()
-            gathers[self._passed].release()
+            if not gathers[self._passed].keep_after_backward:
+                gathers[self._passed].release()
         for unit in self.units:
             if unit.is_held and not unit.keep_after_backward:
                 unit.release()
@@ -1000,13 +1001,13 @@ class Engine:
         return before
 
     def reduce_now(self, everything: bool = False) -> None:
-        """Reduces what units have kept (collective), without a backward; with ``everything`` also where nothing is."""
+        """Reduces what backwards have kept (collective), without one; with ``everything`` also where there was none."""
         self.check_idle("a reduction of gradients")
         with torch.no_grad():
             for unit in self.units:
-                if (unit.is_trainable and everything) or (
-                    not unit.accumulates and unit.has_local_gradients()
-                ):
+                # not whether this rank has gradients of it: another one may have
+                kept = everything or (unit.keeps_local and not unit.accumulates)
+                if unit.is_trainable and kept:
                     self._send(unit)
             while self._in_flight:
                 self._receive()

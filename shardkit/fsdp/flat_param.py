@@ -42,7 +42,7 @@ from ..flattening.flat_parameter import FlatParameter
 from ..layout import Listed, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..policy import Compression, ReducePolicy
-from ..reduction.shard_gradients import RowlessGradient, ShardGradient, mark_dtensor
+from ..reduction.shard_gradients import RowlessGradient, ShardGradient, StandingGradient, mark_dtensor
 from ..torch_seams.dtensors import (
     as_parameter,
     at_offset_0,
@@ -55,7 +55,7 @@ from ..torch_seams.dtensors import (
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
 from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, Ranges
-from ..types import StateDict
+from ..types import StateDict, Tree
 from .originals import (
     OriginalParameter,
     Place,
@@ -63,6 +63,7 @@ from .originals import (
     as_tensors,
     backward_when_summoned,
     hide,
+    known_originals,
     mesh_of,
     note_originals,
     register,
@@ -131,7 +132,10 @@ class RegisteredShard:
         offset: where the part begins in the shard.
         shape: of what is listed here; of a DTensor, of its local tensor.
         spec: of the DTensor; None where an ordinary parameter is listed.
+        standing: its gradient, where that stands for this rank's own.
     """
+
+    standing: StandingGradient | None = None
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class RegisteredShard:
         return values[self.offset : self.offset + self.numel].view(self.shape)
 
     def __getstate__(self) -> StateDict:
-        return {**self.__dict__, "spec": None}  # that of the DTensor
+        return {**self.__dict__, "spec": None, "standing": None}  # that of the DTensor
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
@@ -225,6 +229,20 @@ class RegisteredShards:
                 dtensor = part_here(shard, mesh, original.shape, within, original.dim)
                 spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
             self.each.append(RegisteredShard(flat, number, one, shard, spec))
+        self._note_cut(shard.numel())
+        self._note_memory(shard)
+
+    def leave_out(self, number: int) -> None:
+        """Gives up one of them, whose values are in memory of its own from now on; the others' move with the next."""
+        gone = self.each.pop(number).param
+        gone._local_tensor = at_offset_0(gone._local_tensor.detach().clone())  # type: ignore[attr-defined]
+        flat = self.each[0].flat
+        listed = flat.layout.listed(list(map(_shape_of, flat.originals)), flat.group.rank)
+        for k, (r, one) in enumerate(zip(self.each, listed, strict=True)):
+            r.first, r.layout, r.offset = k, one.layout, one.offset
+        self._note_cut(flat.layout.shard_numel)
+
+    def _note_cut(self, shard_numel: int) -> None:
         # how a shard [S] is cut for all gradients: into what is listed, and what is between
         self._split = [0]
         # of which part, in which shape
@@ -236,18 +254,17 @@ class RegisteredShards:
                 self._split += [r.offset - end, r.numel]
                 places[r.first], end = len(self._split) - 1, r.offset + r.numel
             self.has_copies = self.has_copies or bool(r.layout.copies) or r.original.mesh is not None
-        self._split.append(shard.numel() - end)
+        self._split.append(shard_numel - end)
         self._rowless: list[int] = []  # DTensors of which the last rank has nothing
         for k, r in enumerate(self.each):
             self._parts.append((places.get(r.first, 0), r.shape))
             cut = r.layout
             if (
-                mesh is not None
+                self.are_dtensors
                 and not cut.copies
                 and cut.shard_numel * (cut.world_size - 1) >= cut.numels[0]
             ):
                 self._rowless.append(k)
-        self._note_memory(shard)
 
     def __getstate__(self) -> StateDict:
         """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
@@ -325,11 +342,16 @@ class RegisteredShards:
             return own
         like = self.each[0].flat.param
         made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        standing: list[tuple[Tree, StandingGradient]] = [
+            (r.param, r.standing) for r, _ in there if r.standing is not None and r.standing.stands(r.param)
+        ]
         for r, g in there:
             with as_plain():
                 r.part(made).copy_(r.local(g))
         kind = next((type(g) for r, g in there if r.spec is None), torch.Tensor)
         self._show(made, [g is not None for g in now], kind)
+        for param, one in standing:
+            one.stand(param, param.grad)
         return made
 
     def _common(self, there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
@@ -425,7 +447,8 @@ class RegisteredShards:
         unused.note(had, [g is None for g in before])
         there = [(r, g) for r, g in zip(self.each, before, strict=True) if g is not None]
         hooked = any(map(_hooks_of, self.params))
-        own = self._common(there) if len(there) == len(before) and not hooked else None
+        may_add = len(there) == len(before) and not hooked and False not in had
+        own = self._common(there) if may_add else None
         if own is not None:
             with as_plain():
                 own.add_(gradient)
@@ -646,6 +669,7 @@ class FlatParam:
 
     Attributes:
         names: path of each in the unit's module.
+        left_out: homes and names of parameters that others have taken the place of.
         compute_dtype: of what is gathered; complex numbers and integers stay what they are.
         compute_device: of the original parameters while gathered.
         is_whole: this rank's shard has all values, as they are computed with.
@@ -696,6 +720,7 @@ class FlatParam:
     ) -> None:
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
+        self.left_out: list[tuple[int, str]] = []
         self.places = list(places)
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Registered] = [self]
@@ -751,6 +776,17 @@ class FlatParam:
                 listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
         note_listings(self.listings)
         watch_asked_gradients()
+
+    def leave_out(self, number: int, layout: ShardLayout) -> None:
+        """Gives up an original parameter, the others being laid out so, before the first forward."""
+        gone = self.originals.pop(number)
+        known_originals.pop(id(gone.param), None)
+        self.left_out.append((gone.home, self.names.pop(number)))
+        self.layout, self.unused = layout, Unused(len(self.originals))
+        if self.shards is not None:
+            self.shards.leave_out(number)
+            self.collect()
+        self._settle(None)
 
     def collect(self) -> None:
         """Takes values from registered parameters whose memory was replaced."""

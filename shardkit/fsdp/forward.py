@@ -33,6 +33,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ..errors import LifecycleError
+from ..optimizers.shards import listing_of
 from ..reduction.ordered import order_in_words
 from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
@@ -42,6 +43,7 @@ from ..torch_seams.hooks import (
     current_backward,
     in_fields,
     tensors_in,
+    watch_halves,
     watch_outputs,
 )
 from ..tracing.ranges import Range
@@ -62,12 +64,14 @@ from .engine import (
     transform_level,
 )
 from .flat_param import FlatParam
-from .originals import GatheredParameter, Place, backward_when_summoned, hide, replaced_original
+from .originals import GatheredParameter, Place, backward_when_summoned, get_data, hide, replaced_original
 from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+_node_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 @not_compiled
@@ -170,7 +174,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    value = saved.param.data
+    value = get_data(saved.param)
     if saved.view is not None:
         return saved.view._view_func_unsafe(value)  # type: ignore[attr-defined, no-any-return]
     return value.t() if saved.transposed else value
@@ -233,6 +237,7 @@ def become_root(state: ShardingState) -> Engine:
     ranks = state.group.world_size * (1 if state.replicas is None else state.replicas.world_size)
     order = order_in_words(state.options.reduce, ranks)
     announce(state.door, len(states), originals, state.group, order)
+    watch_halves(listing_of)
     return engine
 
 
@@ -304,6 +309,7 @@ def enter(
         if other not in (me, NO_THREAD):
             check_one_thread(engine, "forward")
         engine.thread = me
+    unit.began = _node_number()
     entered = Entered(None, engine, is_outermost, unit, unit.ranges.forward(), (args, kwargs))
     entered.range.__enter__()
     try:
@@ -378,6 +384,16 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
             given = (*inputs[0], *inputs[1].values()) if len(tensors) == 1 else tensors_in(inputs)
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
+        # a loss that a module keeps, and the program adds to the others: a loop, since a call would be one in each step
+        for module in unit.needs[0].modules if unit.needs else ():
+            for name, kept in module.__dict__.items():
+                kind = type(kept)
+                if kind is torch.Tensor or ((kind is list or kind is dict) and kept and name[0] != "_"):
+                    for tensor in (kept,) if kind is torch.Tensor else tensors_in(kept):
+                        node = tensor.grad_fn
+                        if node is not None and node._sequence_nr() >= unit.began:
+                            tensor.register_hook(seen.enter_backward)
+                            have_graph = True
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
             unit.is_reached = True
     if is_outermost:

@@ -21,7 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from itertools import compress, cycle, repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, final
 
@@ -40,14 +40,14 @@ from ..reduction.shard_gradients import StandingGradient, gradient_class
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.tensors import as_plain
 from ..types import ProcessGroup, Tree
-from .flat_param import FlatParam, Registered, add_gradient
+from .flat_param import FlatParam, Registered, RegisteredShard, add_gradient
 from .originals import SplitParameter, as_tensors
 from .store import rank_by_rank
 
 if TYPE_CHECKING:
     from torch.distributed import Work as TorchsWork
 
-_grad_of = attrgetter("param.grad")
+_grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
 _shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
 
 
@@ -434,6 +434,9 @@ class GradientPack(ABC):
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
         flat, here = part[0], part[3] or range(len(had))
+        trains = list(map(_requires_grad, flat.listings))
+        if False in trains:  # frozen since forward: autograd gives such parameters nothing
+            had = [h and t for h, t in zip(had, cycle(trains))]
         if flat.shards is not None:
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False
@@ -660,6 +663,8 @@ class LocalGradients:
     def __init__(self, listing: Registered) -> None:
         self._listing = listing
         self._standing = StandingGradient()
+        if isinstance(listing, RegisteredShard):
+            listing.standing = self._standing
         self._wide: dict[int, torch.Tensor] = {}  # of original parameters, by number in the listing
 
     def note(self, pack: GradientPack) -> None:
@@ -715,7 +720,8 @@ class LocalGradients:
     def check_step(self, stepped: set[int]) -> None:
         """Raises LifecycleError if the shard's id is among these: such a step would leave the gradients out."""
         listing = self._listing
-        if id(listing.param) in stepped and self.are_waiting():
+        # WholeParameters steps what has all of the shard's rows
+        if not stepped.isdisjoint((id(listing.param), id(listing.flat.param))) and self.are_waiting():
             raise LifecycleError(
                 f"rank {listing.group.ranks[listing.group.rank]}: step() comes after a backward inside of no_sync(): "
                 f"gradients of {listing.label} are this rank's own, were not reduced, and the step "

@@ -59,6 +59,8 @@ as_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 _param_of = attrgetter("param")
+_DATA: Any = torch.Tensor.data  # how torch gets and sets it
+get_data, set_data = _DATA.__get__, _DATA.__set__
 _GRADIENT = frozenset({"get grad", "get _grad", "set grad", "set _grad", "delete grad"})
 
 
@@ -66,6 +68,22 @@ class GatheredParameter(nn.Parameter):
     """A parameter whose values are a part of a gathered flat parameter. A copy of it is a parameter of its own."""
 
     _has_full_param = True  # as torch_xla's FSDP says it
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Returns its values without a graph; what is written to them has a version of its own, which is looked at."""
+        data: torch.Tensor = get_data(self)
+        owner = owner_of(self)
+        if owner is not None:
+            owner.flat.store.note_data(owner.number, data)
+        return data
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        owner = owner_of(self)
+        if owner is not None:
+            owner.flat.store.note_data(owner.number, None)
+        set_data(self, values)
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
@@ -81,6 +99,8 @@ class GatheredParameter(nn.Parameter):
 class ViewOfShard(GatheredParameter):
     """A parameter of which this rank's shard has all: its values are true at any time, its gradient is the shard's."""
 
+    data = _DATA
+
     @classmethod
     def __torch_function__(
         cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -95,6 +115,7 @@ class ReleasedParameter(GatheredParameter):
     """A parameter whose values lie on all ranks, a part on each: it has a shape, and raises if it is used."""
 
     _has_full_param = False
+    data = _DATA
 
     @classmethod
     def __torch_function__(
@@ -205,7 +226,7 @@ class OriginalParameter:
     def assign(self, values: torch.Tensor) -> None:
         """Makes these its values from now on, [numel]: a view."""
         # a view less: where execution is lazy, this runs in each step
-        self.param.data = values if len(self.shape) == 1 else values.view(self.shape)
+        set_data(self.param, values if len(self.shape) == 1 else values.view(self.shape))
 
     def replace(self, empty: torch.Tensor) -> None:
         """Makes it another object, of the dtype and device of this one."""

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group
-from ..layout import AlignedLayout, ShardLayout
+from ..layout import AlignedLayout, ShardLayout, in_runs
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
 from .flat_param import FlatParam, Registered, exposed
 from .gradients import predivide_factor
+from .originals import OriginalParameter
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def plain_name(name: str) -> str:
 
 
 Purpose = Literal["block", "state dict", "unshard"]
-_position_of = attrgetter("position")
+_position_of, _shape_of = attrgetter("position"), attrgetter("shape")
 # By id of the door. The state is held by its door alone, so this map keeps neither alive.
 _states: dict[int, weakref.ref[ShardingState]] = {}
 
@@ -149,7 +150,7 @@ class ShardingState:
         summoned_for: a block of ``summon_full_params``, a state dict that is loaded or made, or ``unshard()``, which
             the next forward ends.
         state_is_local: state dicts hold shards.
-        is_asleep: it was copied, and has no groups yet; or other parameters were put in place of those it lists.
+        is_asleep: it was copied, and has no groups yet.
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
@@ -254,6 +255,34 @@ class ShardingState:
         if self.mates:
             found = [listing for listing in found if listing.originals[0].home == self.home]
         return found if len(self.flats) == 1 else sorted(found, key=_position_of)
+
+    def layout_of(self, originals: Sequence[OriginalParameter]) -> ShardLayout:
+        """Lays these out as one flat parameter."""
+        options, ranks = self.options, self.group.world_size
+        if options.placement is None or ranks == 1:
+            return options.layout(list(map(_shape_of, originals)), ranks)
+        layout = options.layout([original.rows for original in originals], ranks)
+        return in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
+
+    def tie(self, dropped: Registered, kept: Registered) -> None:
+        """Lets a parameter of the unit give way to another one, of this unit or another, that is listed in its place.
+
+        From now on both are one, as if they had been tied before sharding; between that and the first forward.
+        """
+        flat, borrowed = dropped.flat, self.unit.borrowed
+        (own,), (other,) = dropped.originals, kept.originals
+        other.places += own.places
+        if kept.flat in self.flats and own.home == other.home:
+            self.shared_paths.append((other.name, own.name))
+        if len(flat.originals) > 1:
+            layout = self.layout_of([original for original in flat.originals if original is not own])
+            flat.leave_out(dropped.first, layout)
+        else:
+            self.flats.remove(flat)
+        dropped.param = kept.param  # an optimizer that was made before has nothing of the unit's in it
+        if kept.flat not in self.unit.needs:
+            kept.flat.is_borrowed, borrowed = True, [*borrowed, kept.flat]
+        self.unit.take(self.flats, borrowed)
 
     def forget_root(self) -> None:
         """Lets the next forward find the units anew; a root alone can, since units below are run by its engine."""
@@ -372,7 +401,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
 
 
 def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "block") -> None:
-    """Begins it for one unit; :func:`exit_summon` ends it."""
+    """Begins it for one unit, all modules of it; :func:`exit_summon` ends it."""
     if state.engine is not None:
         state.engine.check_idle("summon_full_params")
     state.unit.release()
@@ -381,12 +410,15 @@ def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "bloc
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat))
-    state.summoned, state.summoned_for = stack, purpose
+    for each in state.mates or [state]:
+        each.summoned, each.summoned_for = stack, purpose
 
 
 def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
     """Ends what was begun for this, if it was; changes go to the shards where they are to be kept."""
     if state.summoned is not None and state.summoned_for == purpose:
-        stack, state.summoned = state.summoned, None
+        stack = state.summoned
+        for each in state.mates or [state]:
+            each.summoned = None
         state.unit.release()  # asked for meanwhile
         stack.close()

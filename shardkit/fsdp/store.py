@@ -59,6 +59,7 @@ from .originals import (
     ReleasedView,
     as_tensors,
     note_view,
+    set_data,
     without_values,
 )
 
@@ -221,6 +222,8 @@ class Store(ABC):
         self._over = flat.gathers_over or self._channel
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
+        # what a program was given as their data, and None where it has set them
+        self._seen: list[tuple[int, torch.Tensor | None]] = []
         self.is_whole = flat.is_whole
         self.state: State = RELEASED
         self.memory = 0
@@ -349,12 +352,29 @@ class Store(ABC):
         before = self._versions
         if before:
             now = list(map(_version_of, self._originals))
+            if self._seen:
+                self._count_data(now)
             self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
             self._versions = []
         for original in self._originals:
             original.param.__class__ = original.released
         if self._flat.lists_dtensors:
             self._be_attributes(False)
+
+    def note_data(self, number: int, data: torch.Tensor | None) -> None:
+        """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
+        if self._versions and self.state is GATHERED:
+            self._seen.append((number, data))
+
+    def _count_data(self, versions: list[int]) -> None:
+        """Adds how often data were written to, or that they are others still."""
+        for number, data in self._seen:
+            if data is not None:
+                versions[number] += data._version
+            elif self._originals[number].param.untyped_storage()._cdata != self.memory != 0:
+                versions[number] += 1
+                self.show(self.gathered)
+        self._seen.clear()
 
     def _be_attributes(self, have_values: bool) -> None:
         """Makes attributes of modules the original parameters, or what is listed; see ``flat_param.py``."""
@@ -690,7 +710,7 @@ class Lazy(Store):
         self._conceal()
         for original in self._originals:
             original.param.__class__ = original.kind  # a released one can't be changed
-            original.param.data = self._nothing
+            set_data(original.param, self._nothing)
             original.param.__class__ = ReleasedParameter
 
 

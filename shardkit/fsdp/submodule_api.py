@@ -31,7 +31,7 @@ from torch.nn.modules.module import (
 
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.flat_parameter import FlatParameter
-from ..optimizers.shards import listing_of, shard_behind
+from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
@@ -221,6 +221,9 @@ def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
     _watch()
     keeps_in_step, takes_parameters = KeepsInStep(state), state.group.backend.has_storage
     doors = [mate.door for mate in state.mates] if state.mates else [state.door]
+    if state.unit_module is not None:
+        for wrapper in (state.door, state.unit_module):
+            wrapper.__dict__[_MANAGED] = keeps_in_step
     for m in modules:
         m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
@@ -306,12 +309,13 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if param is None or not _is_taken(parent) or param is parent._parameters.get(name):
         return None
     before = parent._parameters.get(name)
+    if isinstance(before, FlatParameter) or isinstance(param, FlatParameter):
+        return None  # forward says that it would ignore another one
     listing = None if before is None else listing_of(before)
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
             return _assigned(listing, param)
-        # not one that is listed elsewhere: the unit has two parameters, and a tie would be one of them
-        if listing_of(param) is None and _takes_place(listing, param):
+        if _takes_place(listing, param):
             return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
@@ -320,26 +324,37 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
             parent.__dict__[name] = param
             return listing.param
         return None  # torch puts back what it replaced for a call; the next forward hides it again
-    if before is None or managing(before) is None:  # else it is summoned, and takes another one's values
+    # else it is summoned, and takes another one's values; a tie would end with that
+    if before is None or managing(before) is None or flat is not None or listing_of(param) is not None:
         raise ConfigurationError(_too_late(parent, name))
     return None
 
 
-@torch.no_grad()
-def _takes_place(listing: Registered, values: Tree) -> bool:
-    """Whether another DTensor may be listed from now on: until the first forward, which takes it."""
-    own: Tree = listing.param
-    owners = owners_of([listing.flat])
+def _takes_place(listing: Tree, values: Tree) -> bool:
+    """Whether another DTensor is listed from now on, which is possible until the first forward: one that is listed
+    elsewhere, so that both are tied, or a new one.
+    """
+    own, flat, kept = listing.param, listing.flat, listing_of(values)
+    owners = owners_of([flat] if kept is None else [flat, kept.flat])
     if (
         not is_dtensor(values)
         or (values._spec, values.dtype, values.device) != (own._spec, own.dtype, own.device)
         or len(listing.places) > 1
-        or any(state.engine is not None for state in owners)
+        or any(state.engine is not None or state.summoned is not None for state in owners)
     ):
         return False
-    own.copy_(values)
-    for state in owners:
-        state.is_asleep = True
+    if kept is None:
+        flat.shards.params[listing.first] = listing.param = (
+            values  # its memory is followed where it is needed
+        )
+        note_listings([listing])
+        return True
+    if has_stand_ins(flat.param):
+        raise ConfigurationError(
+            f"{listing.label} is tied with {kept.label} after a WholeParameters was made of it: make the optimizer "
+            "afterwards"
+        )
+    next(state for state in owners if flat in state.flats).tie(listing, kept)
     return True
 
 

@@ -24,10 +24,12 @@ from torch import nn
 
 from ..backend import is_group
 from ..errors import ConfigurationError
+from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import WholeMesh
+from ..torch_seams.hooks import watch_halves
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
 from .forward import become_root, call_method, cast_inputs, run_gathered
@@ -124,15 +126,15 @@ class TorchsWords(NamedTuple):
 
     def _said_of(self, info: Tree) -> tuple[DeviceMesh, TorchsArguments]:
         """Returns the mesh and words for parameters that have this ``mesh_info``, inside of what casts for them."""
-        said: TorchsArguments = {"dp_mesh_dims": getattr(info, "dp_mesh_dims", None)}
         choose = cast("Callable[[nn.Parameter], Tree]", self.shard_placement_fn)
-        said["shard_placement_fn"] = lambda p: choose(p).placement
+        said = self._replace(
+            shard_placement_fn=lambda p: choose(p).placement, dp_mesh_dims=getattr(info, "dp_mesh_dims", None)
+        )
         if self.mp_policy is not None:
-            said["mp_policy"] = replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
-        said["reshard_after_forward"] = self.reshard_after_forward
-        said["offload_policy"] = self.offload_policy
-        said["ignored_params"] = self.ignored_params
-        return getattr(info, "spmd_mesh", None) or info.mesh, said
+            said = said._replace(
+                mp_policy=replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
+            )
+        return getattr(info, "spmd_mesh", None) or info.mesh, cast("TorchsArguments", said._asdict())
 
     @property
     def casts_inputs(self) -> bool:
@@ -222,6 +224,7 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
 # Where messages lie is decided here too: a memory that a process group recommends is none of these.
 _NEEDLESS = (
     "set_is_last_backward",
+    "set_manual_backward_finalization",
     "set_requires_all_reduce",
     "set_unshard_in_backward",
     "_set_unshard_async_op",
@@ -288,6 +291,7 @@ class TorchsMethods:
         for state in self._states(recurse):
             if not requires_gradient_sync:
                 refuse_local(state.unit.reduce)
+                watch_halves(listing_of)
             state.unit.accumulates = not requires_gradient_sync
         engine = self._state.engine
         if engine is not None:
@@ -388,16 +392,7 @@ class TorchsMethods:
         if self._state.compute_device.type != "cpu":
             event.wait()
 
-    # ------------------------------------------------------------ switches of torch 2.15; off is what happens here
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refuses to switch it on."""
-        if enabled:
-            raise ConfigurationError(
-                "set_manual_backward_finalization: each backward reduces its gradients by its end here. Leave it out, "
-                "and finalize_backward() with it; with set_requires_gradient_sync(False), gradients add up until a "
-                "backward that reduces them"
-            )
-
+    # ------------------------------------------------------------ torch 2.15's
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refuses to switch it on."""
         if keep:
@@ -407,7 +402,9 @@ class TorchsMethods:
             )
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Nothing is left to do after a backward."""
+        """Reduces gradients that backwards without gradient sync have kept (collective); others are reduced already."""
+        if self._state.engine is not None:
+            self._state.engine.reduce_now()
         return UnshardHandle() if async_op else None
 
     # ------------------------------------------------------------ other methods that compute
@@ -455,6 +452,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: torch.distributed.fsdp.register_fsdp_forward_method.
     """
+    if state_of(module) is None:
+        return
     if not callable(getattr(type(module), method_name, None)):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register")
     _register(module, method_name, getattr(module, method_name))
@@ -595,8 +594,7 @@ class AsTorchsState:
 
     def post_backward(self) -> None:
         """Reduces gradients that backwards have kept (collective)."""
-        if self._state.engine is not None:
-            self._state.engine.reduce_now()
+        TorchsMethods(self._state).finalize_backward()
 
     def _root_post_backward_final_callback(self) -> None:
         """Nothing is left to do."""

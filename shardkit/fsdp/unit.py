@@ -57,6 +57,7 @@ class Unit:
         position: place in the order of backward; -1 where it has none.
         is_reached: backward may go through its last forward on this rank, as far as forward tells.
         goes_backward: it may on some rank: the unit is gathered for backward.
+        began: what autograd counted when its last forward began.
         is_undecided: ranks have not heard from each other whether it is gathered for backward.
         has_frozen: some of what it needs is not trainable.
         open_calls: with frozen parameters, that backward is inside of: it needs these.
@@ -78,8 +79,6 @@ class Unit:
     ) -> None:
         self.name = ""
         self.ranges: Ranges = UNNAMED
-        self.flats = list(flats)
-        self.borrowed = list(borrowed)
         self.keep_after_forward = keep_after_forward
         self.keep_after_backward = self.accumulates = self.keeps_frozen = False
         self.doors, self.left = 1, 0
@@ -94,10 +93,6 @@ class Unit:
         self.position = -1
         self.waiting = 0
         self.task = NO_BACKWARD
-        self.needs = [*self.flats, *self.borrowed]
-        self.keeps_between = self._is_lazy = False
-        for flat in self.needs:
-            self._is_lazy |= not flat.group.backend.has_storage
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
             "sharded: it keeps no gradient of its own. Register it on the shards that the FSDP module's parameters() "
@@ -108,12 +103,21 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
-        self._trained: list[list[bool]] = []
-        self.is_reached = True
+        self.is_reached, self.began = True, 0
         self.goes_backward = True
         self.is_undecided = False
         self.open_calls = 0
         self.backwards = 0
+        self.take(flats, borrowed)
+
+    def take(self, flats: Sequence[FlatParam], borrowed: Sequence[FlatParam]) -> None:
+        """Makes these what it owns, and what it uses of others; nobody has run it yet."""
+        self.flats, self.borrowed = list(flats), list(borrowed)
+        self.needs = [*self.flats, *self.borrowed]
+        self.keeps_between = self._is_lazy = False
+        for flat in self.needs:
+            self._is_lazy |= not flat.group.backend.has_storage
+        self._trained: list[list[bool]] = []
         for flat in self.flats:
             self._trained.append(list(map(_requires_grad, flat.listings)))
             self.keeps_between |= flat.post_forward_mesh is not None

@@ -131,11 +131,55 @@ class _NotManaged:
         return False
 
 
-class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
-    """Attributes, methods and items are those of the wrapped module; parameters and forward are not."""
+Self = TypeVar("Self", bound="Door")
+_together: ContextVar[list[Door] | None] = ContextVar("shardkit.fsdp.wrapper.together", default=None)
 
-    _state: ShardingState
 
+@contextmanager
+def built_together() -> Iterator[None]:
+    """Inside, wrappers are only put around modules; at the end all are sharded, after one exchange of all ranks.
+
+    Of classes that have it as their own attribute: what they do next, they do in :meth:`Door._sharded`.
+    """
+    doors: list[Door] = []
+    before = _together.set(doors)
+    try:
+        yield
+    finally:
+        _together.reset(before)
+    shard([door._state for door in doors])
+    for door in doors:
+        door._sharded()
+
+
+class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
+    """Does what all wrappers share: forward through the unit, state dicts of the wrapped module, moves and copies.
+
+    Attributes, methods and items are those of the wrapped module; parameters and forward are not.
+
+    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
+    """
+
+    def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
+        """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
+        nn.Module.__init__(self)
+        state = ShardingState(self, module, options, ignored)
+        check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
+        self._fsdp_wrapped_module = state.unit_module = UnitModule(module)
+        self._state = state
+        waiting = _together.get()
+        if waiting is not None and "built_together" in vars(type(self)):
+            waiting.append(self)
+        else:
+            shard([state])
+            self._sharded()
+        self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
+
+    def _sharded(self) -> None:
+        """Does what is due as soon as its parameters are sharded."""
+
+    # ------------------------------------------------------------ the wrapped module
     @property
     @abc.abstractmethod
     def module(self) -> nn.Module:
@@ -195,53 +239,6 @@ class ModuleProxy(PreparedForAccelerate, nn.Module, abc.ABC):
 
     _is_fsdp_managed_module = _NotManaged()
 
-
-Self = TypeVar("Self", bound="Door")
-_together: ContextVar[list[Door] | None] = ContextVar("shardkit.fsdp.wrapper.together", default=None)
-
-
-@contextmanager
-def built_together() -> Iterator[None]:
-    """Inside, wrappers are only put around modules; at the end all are sharded, after one exchange of all ranks.
-
-    Of classes that have it as their own attribute: what they do next, they do in :meth:`Door._sharded`.
-    """
-    doors: list[Door] = []
-    before = _together.set(doors)
-    try:
-        yield
-    finally:
-        _together.reset(before)
-    shard([door._state for door in doors])
-    for door in doors:
-        door._sharded()
-
-
-class Door(ModuleProxy, ShardedAPI):
-    """Does what all wrappers share: forward through the unit, state dicts of the wrapped module, moves and copies.
-
-    Abstract: a wrapper has its own arguments, and calls :meth:`_shard` with what they mean.
-    """
-
-    def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
-        """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
-        nn.Module.__init__(self)
-        state = ShardingState(self, module, options, ignored)
-        check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)
-        self._fsdp_wrapped_module = state.unit_module = UnitModule(module)
-        self._state = state
-        waiting = _together.get()
-        if waiting is not None and "built_together" in vars(type(self)):
-            waiting.append(self)
-        else:
-            shard([state])
-            self._sharded()
-        self.register_load_state_dict_pre_hook(_before_load)
-        self.register_load_state_dict_post_hook(_after_load)
-
-    def _sharded(self) -> None:
-        """Does what is due as soon as its parameters are sharded."""
-
     # ------------------------------------------------------------ forward
     @signed_as_wrapped
     @callees_compiled
@@ -250,7 +247,11 @@ class Door(ModuleProxy, ShardedAPI):
         state = self._state
         if state.is_asleep:
             wake(state)
-        return run_gathered(state, state.module, args, kwargs)
+        unit: Tree = state.unit_module
+        called = state.module
+        if unit._forward_hooks or unit._forward_pre_hooks or unit._backward_hooks or unit._backward_pre_hooks:
+            called = unit  # which fairscale's wrappers have as their ``module``: a program hooks it
+        return run_gathered(state, called, args, kwargs)
 
     def apply(self: Self, fn: Callable[[nn.Module], None]) -> Self:
         """Applies as ``nn.Module.apply`` to the inner module, with full parameters whose changes are kept (collective).

@@ -71,6 +71,11 @@ def note_stand_in(listed: torch.Tensor, shard: torch.Tensor) -> None:
     _stand_ins[listed] = weakref.ref(shard)
 
 
+def has_stand_ins(shard: torch.Tensor) -> bool:
+    """Says whether an optimizer lists some for what is in a shard, and knows how that is laid out."""
+    return any(found() is shard for found in _stand_ins.values())
+
+
 def changed_by_steps(listed: torch.Tensor) -> torch.Tensor:
     """Returns what the step of an optimizer that lists a tensor changes: the tensor, or what it stands for."""
     found = _stand_ins.get(listed)

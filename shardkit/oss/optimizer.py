@@ -8,6 +8,7 @@ Legend: W world size, P numel of all parameters, S numel of one rank's part.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -41,12 +42,12 @@ from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
-from .masters import dtype_of_update, with_masters
 from .placement import placement_for
-from .segments import FlatSegment
+from .segments import MASTER, FlatSegment, dtype_of_update
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 Partition = Literal["greedy", "balanced"]
 
@@ -108,19 +109,17 @@ class OSS(Optimizer):
         check_optimizer_class(optim, refused=OSS)
         if partition not in ("greedy", "balanced"):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
-        self._keeps_masters = masters
-        optim = with_masters(optim) if masters else optim
-        self._built = False
+        self._keeps_masters, self._built = masters, False
         super().__init__(params, dict(defaults))
         self._refuse_shards(optim)
         check_one_device(self._parameters())
         self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
-        if masters and self._backend.even_shards_only:
-            raise ConfigurationError(
-                f"masters=True: on {self._backend.name} parameters are updated in flat segments; leave it out and "
-                "keep the parameters in fp32, or use FSDP(precision=PrecisionPolicy(masters=True))"
-            )
+        one_program = self._backend.even_shards_only
+        if masters and one_program:
+            self._update_dtype = torch.float32
+        elif masters:
+            optim = with_masters(optim)
         self._group: Group = self._backend.group(group)
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
@@ -138,9 +137,7 @@ class OSS(Optimizer):
             raise ConfigurationError(
                 "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
             )
-        chosen = placement_for(
-            optim, self._backend.even_shards_only, self._update_dtype, self._kind_of_segments, sends_changes
-        )
+        chosen = placement_for(optim, one_program, self._update_dtype, self._kind_of_segments, sends_changes)
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(
@@ -238,7 +235,7 @@ class OSS(Optimizer):
     def _adopt_inner(self) -> None:
         """Shows the inner optimizer's defaults, options and state as this optimizer's own."""
         self.defaults = dict(self.optim.defaults)
-        self.state = self.optim.state
+        self.state = self._adopted = self.optim.state
         copy_options(self.optim.param_groups, self.param_groups)
         self._agreed.note(self.param_groups)
 
@@ -251,9 +248,10 @@ class OSS(Optimizer):
         self._refuse_shards(type(self.optim))
         check_one_device(self._parameters())
         self._assign_owners()
-        added = group_facts(self.param_groups, len(self.param_groups) - 1, self._of_rank)
-        check_ranks_agree(self._group, self.param_groups, added)
+        # all options, as a scheduler has set them since the last step
+        check_ranks_agree(self._group, self.param_groups, group_facts(self.param_groups, 0, self._of_rank))
         self._lay_out()
+        copy_options(self.param_groups[:-1], self.optim.param_groups)
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._adopt_inner()
 
@@ -298,6 +296,8 @@ class OSS(Optimizer):
         self._agreed.check(self._group, self.param_groups)
         self.refresh_trainable()
         copy_options(self.param_groups, self.optim.param_groups)
+        if self.state is not self._adopted:  # a program has put another one there, to begin anew
+            self.optim.state = self._adopted = self.state
 
     @not_compiled
     def _check_gradients(self) -> None:
@@ -579,3 +579,85 @@ def make_inner(
             "max_grad_norm=None, then clip with OSS.clip_grad_norm), or use it without OSS"
         )
     return made
+
+
+# ------------------------------------------------------------ masters of narrow weights
+# Masters in fp32 of weights of 16 bits, which an optimizer of any class keeps as state.
+#
+# While it steps, a parameter's data is its master, [*] in fp32, and its gradient is cast: the class meets parameters of
+# fp32 and makes its other state as for these. In between, the master is an entry of the parameter's state, so that it
+# is saved, cut and loaded as all state is.
+
+
+def with_masters(optim: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Returns what makes optimizers that update masters and round the parameters from them.
+
+    Args:
+        optim: a class of optimizers, or ``functools.partial`` of one.
+
+    Raises:
+        ConfigurationError: no class can be derived of it.
+    """
+    if isinstance(optim, functools.partial):
+        return functools.partial(with_masters(optim.func), *optim.args, **optim.keywords)
+    if not isinstance(optim, type):
+        raise ConfigurationError(
+            f"masters=True takes a class of optimizers, or functools.partial of one; optim is {optim!r}"
+        )
+    return cast("type[Optimizer]", type(optim.__name__, (_WithMasters, optim), {"updates": optim}))
+
+
+class _WithMasters(Optimizer):
+    """Lets parameters be their masters while the class that it ``updates`` with takes a step."""
+
+    updates: type[Optimizer]
+
+    def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
+        """Takes a step; the closure sees the parameters as they are in between."""
+        update: Tree = self.updates.step
+        if getattr(update, "hooked", False):  # by torch: hooks have run around this one
+            update = update.__wrapped__
+        with contextlib.ExitStack() as hidden:
+
+            def evaluated() -> Tree:
+                hidden.close()  # a program knows the weights as they are rounded
+                try:
+                    return program()
+                finally:
+                    hidden.enter_context(_hiding_weights(self))
+
+            if closure is not None:
+                program, kwargs["closure"] = closure, evaluated
+            hidden.enter_context(_hiding_weights(self))
+            return update(self, **kwargs)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads as torch does, and in the dtype of the masters what torch rounds to that of the parameters."""
+        super().load_state_dict(state_dict)
+        cast("Tree", self.state).update(oss_state.as_loaded(self, state_dict, dtype_of_update))
+
+
+@contextlib.contextmanager
+def _hiding_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Gives parameters that have a gradient their masters' values, and gradients their dtype; rounds at the end."""
+    state: Tree = optimizer.state
+    hidden: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    try:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            dtype, data, gradient = dtype_of_update(p), p.data, p.grad
+            if gradient is None or dtype == p.dtype:
+                continue
+            own, written, wide = state.get(p, {}), data.to(dtype), gradient.to(dtype)
+            before = own.get(MASTER, written)
+            # what a program has written to the weights since they were rounded counts
+            master = torch.where(before.to(data.dtype) == data, before, written)
+            hidden.append((p, data, gradient))
+            own.pop(MASTER, None)  # classes make their state where there is none
+            p.grad, p.data = None, master
+            p.grad = wide
+        yield
+    finally:
+        for p, data, gradient in hidden:
+            state[p][MASTER] = p.data
+            p.grad, p.data = None, data.copy_(p.data)
+            p.grad = gradient

@@ -33,7 +33,7 @@ from ..torch_seams.tensors import alike, strided_view
 from ..tracing.ranges import Ranges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
-from .segments import FlatSegment
+from .segments import MASTER, FlatSegment
 
 Closure = Callable[[], Tree]
 State = StateDict
@@ -383,7 +383,8 @@ class InSegments(Placement):
             for segment in self.segments:
                 segment.take_values(if_written=True)
                 segment.take_gradient()
-            aside[:] = [_put_aside(s, optimizer) for s in self.segments]
+                used, state = segment.used(), optimizer.state.get(segment.own, {})
+                aside.append(None if used is None else PutAside(segment.own, state, used))
 
         def put_back() -> None:
             for segment, before in zip(self.segments, aside, strict=False):
@@ -447,7 +448,7 @@ class InSegments(Placement):
             return {p: state for p, state in whole.items() if self._owner[p] == self.group.rank}
         owned: dict[nn.Parameter, State] = {}
         for segment in self.segments:
-            owned.update(split_state(segment, optimizer.state.get(segment.own, {})))
+            owned.update(split_state(segment, self._state_of(segment, optimizer)))
         return owned
 
     def state_of_all(self, optimizer: Optimizer, is_kept: bool) -> dict[nn.Parameter, State]:
@@ -456,7 +457,7 @@ class InSegments(Placement):
             spans = tuple(Span("", p.shape, None, False) for p in segment.params)
             join = functools.partial(gathered, segment)
             slots.append(Slot(segment.own, spans, True, (), self.group, join, segment.owners))
-        states = gather_states(slots, [optimizer.state.get(s.own, {}) for s in self.segments], is_kept)
+        states = gather_states(slots, [self._state_of(s, optimizer) for s in self.segments], is_kept)
         return {
             p: state
             for segment, found in zip(self.segments, states, strict=True)
@@ -464,16 +465,21 @@ class InSegments(Placement):
             if state
         }
 
+    def _state_of(self, segment: FlatSegment, optimizer: Optimizer) -> State:
+        state: State = optimizer.state.get(segment.own, {})
+        return {**state, MASTER: segment.own.detach()} if segment.has_masters else state
+
+    @torch.no_grad()
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
+        for s in self.segments:
+            if s.has_masters:
+                masters = s.split_own(s.own.detach())
+                masters = {p: loaded.get(p, {}).pop(MASTER, value) for p, value in masters.items()}
+                s.own.copy_(s.join_own(masters))
         segments = {s.own: s for s in self.segments}
         params = [p for g in optimizer.param_groups for p in g["params"]]
         joined = [_joined_state(segments[p], loaded) for p in params]
         return {i: s for i, s in enumerate(joined) if s}
-
-
-def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
-    used = segment.used()
-    return None if used is None else PutAside(segment.own, optimizer.state.get(segment.own, {}), used)
 
 
 def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:

@@ -374,13 +374,19 @@ class Run(NamedTuple):
     gaps: torch.Tensor | None
     values: torch.Tensor
 
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Returns the element that each value is of, [n]."""
+        if self.gaps is None:
+            return torch.arange(self.start, self.start + self.values.numel(), device=device)
+        return self.start + self.gaps.to(device).to(torch.int64).cumsum(0)
+
     def write(self, flat: torch.Tensor) -> None:
         """Writes the values into a tensor of one dimension."""
         values = self.values.to(flat.device)
         if self.gaps is None:
             flat[self.start : self.start + values.numel()] = values
         else:
-            flat[self.start + self.gaps.to(flat.device).to(torch.int64).cumsum(0)] = values
+            flat[self.places(flat.device)] = values
 
 
 def difference(now: torch.Tensor, before: torch.Tensor | None, start: int) -> Run | None:

@@ -523,6 +523,10 @@ class StandingGradient:
         mark = self.gradient
         return mark is not None and (param.grad is not mark or mark._version != self._version)
 
+    def stands(self, param: torch.Tensor) -> bool:
+        """Says whether it stands for something, and nobody has cleared that."""
+        return self.gradient is not None and not self.was_touched(param)
+
     def forget(self) -> None:
         """Notes that it stands for nothing any more, whoever carries it."""
         self.gradient = None

@@ -303,7 +303,6 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _estimate(options: argparse.Namespace) -> int:
     from shardkit.tools import estimate as estimating
-    from shardkit.tools.estimate import report
 
     if (options.target is None) == (options.hf is None):
         raise ConfigurationError("name a target, as train.py:experiment, or --hf CONFIG, and not both")
@@ -331,19 +330,19 @@ def _estimate(options: argparse.Namespace) -> int:
     limit = options.device_memory
     memory = device.memory if limit is None and device is not None else limit
     if options.json:
-        print(json.dumps(report.as_data(subject, found), indent=1))
+        print(json.dumps(estimating.as_data(subject, found), indent=1))
     else:
-        print(report.as_text(subject, found, memory))
+        print(estimating.as_text(subject, found, memory))
         if device is not None:
-            print("\n" + report.times_as_text(subject, found, device))
+            print("\n" + estimating.times_as_text(subject, found, device))
         if options.lora is not None:
-            print("\n".join(map(report.device_in_words, found)))
+            print("\n".join(map(estimating.device_in_words, found)))
     if limit is not None and not options.json:
         for s in strategies:
             for b in options.batch:
-                print(report.in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
+                print(estimating.in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
     if options.plot:
-        report.plot(subject, found, options.plot, memory)
+        estimating.plot(subject, found, options.plot, memory)
     return 0
 
 
@@ -478,8 +477,7 @@ def _rehearse_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _rehearse(options: argparse.Namespace) -> int:
-    from shardkit.tools.rehearsal import rehearse
-    from shardkit.tools.rehearsal.bits import rehearse_bits
+    from shardkit.tools.rehearsal import rehearse, rehearse_bits
 
     sizes = _numbers("--ranks", options.ranks)
     how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}

@@ -309,7 +309,8 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
         return _run_backward(t_outputs, *args, **kwargs)
     with contextlib.ExitStack() as around:
         for check in _asked_checks:
-            around.enter_context(check(args[3], bool(kwargs.get("accumulate_grad"))))
+            tensors = [asked for asked in args[3] if isinstance(asked, torch.Tensor)]  # no edges of the graph
+            around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
         return _run_backward(t_outputs, *args, **kwargs)
 
 
@@ -324,6 +325,26 @@ def check_asked_gradients(check: AskedCheck) -> None:
         if len(_asked_checks) == 1:
             for module in (torch.autograd, torch.autograd.graph):
                 module._engine_run_backward = _run_checked  # type: ignore[attr-defined]
+
+
+def watch_halves(is_shard: Callable[[torch.Tensor], object]) -> None:
+    """Lets torch's pipelines compute gradients of weights with those of a stage's inputs where the weights are shards.
+
+    Schedules without bubbles ask for them later, and look for the weights in the graph, where no shard is.
+    """
+    stage: Tree = sys.modules.get("torch.distributed.pipelining.stage")
+    theirs = getattr(stage, "stage_backward_input", None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def run(outputs: Sequence[Tree], gradients: Tree, inputs: Tree, weights: Iterator[torch.Tensor]) -> Tree:
+        listed = list(weights)
+        if any(map(is_shard, listed)):  # without gradients it is a loss
+            return stage.stage_backward(outputs[0] if gradients is None else outputs, gradients, inputs), []
+        return theirs(outputs, gradients, inputs, iter(listed))
+
+    stage.stage_backward_input = run
 
 
 @functools.cache

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.backend import Backend, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.backends.c10d.group import ORDERED_CHANNELS
-from shardkit.backends.eager import EagerBackend
 from shardkit.backends.gloo import GlooBackend
 from shardkit.backends.simulated import SimulatedBackend, enter_group, spoil
 from shardkit.errors import OutOfStepError
@@ -541,7 +540,7 @@ class StreamsGroup(Group):
         self.below.abort(why)
 
 
-class _WatchedMemory(EagerBackend):
+class _WatchedMemory(Backend):
     """Memory that is taken has no values, and memory that is given back must not be in use."""
 
     one_order = True

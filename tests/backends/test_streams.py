@@ -16,8 +16,8 @@ from shardkit.backend import DONE, get_backend
 from shardkit.errors import OutOfStepError, RankFailedError
 from shardkit.fsdp.gradients import GradientPack, StoredPack
 from shardkit.fsdp.store import Stored
+from shardkit.oss.exchange import Reducer
 from shardkit.oss.placement import FlatParameters
-from shardkit.oss.reducer import Reducer
 from tests.backends.streams_device import (
     RaceError,
     SimulatedDevice,

@@ -308,9 +308,8 @@ def test_waiting_for_each_other_in_different_channels(pair: tuple[Rank, Rank]) -
     assert "channel 'gradients'" in text
     assert "channel 'main'" in text
     theirs = look_around(pair, calls, 1)
-    assert theirs in {
-        f"rank {rank} gave up: {text}" for rank in range(2)
-    }  # which says where this one is, too
+    # which says where this one is, too
+    assert theirs in {f"rank {rank} gave up: {text}" for rank in range(2)}
 
 
 def test_a_rank_that_gets_on_is_waited_for(pair: tuple[Rank, Rank]) -> None:

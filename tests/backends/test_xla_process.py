@@ -20,9 +20,8 @@ from shardkit.backends.xla import ReplicaPool
 pytestmark = pytest.mark.xla
 
 
-@pytest.mark.parametrize(
-    ("start", "workers"), [("spawn", 1), ("fork", 2)]
-)  # spawned ones are the default, and slow
+# spawned ones are the default, and slow
+@pytest.mark.parametrize(("start", "workers"), [("spawn", 1), ("fork", 2)])
 def test_workers_of_data_loaders(start: str, workers: int) -> None:
     context = {} if start == "spawn" else {"multiprocessing_context": start}
     options = {"num_workers": workers, "persistent_workers": start == "spawn", **context}

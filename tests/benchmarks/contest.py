@@ -15,10 +15,8 @@ from tests.benchmarks.ratios import Timing
 from tests.figures.measure import count_step, ranks_of
 
 _PATIENCE_SECONDS = 120.0
-_NEEDS = {
-    "fairscale": "fairscale",
-    "deepspeed": "deepspeed",
-}  # first word of an implementation's name -> package
+# first word of an implementation's name -> package
+_NEEDS = {"fairscale": "fairscale", "deepspeed": "deepspeed"}
 
 
 def missing_package(implementation: str) -> str:

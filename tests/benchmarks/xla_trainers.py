@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 NATIVE, DDP, FSDP, XLA_FSDP = "native", "DDP", "FSDP", "torch_xla FSDP"
-SHARDED_DDP, UNSYNCED = (
-    "ShardedDDP",
-    "... buffers left",
-)  # the second one, as native, leaves buffers as they are
+# the second one, as native, leaves buffers as they are
+SHARDED_DDP, UNSYNCED = "ShardedDDP", "... buffers left"
 NAMES = (NATIVE, DDP, SHARDED_DDP, UNSYNCED, FSDP, XLA_FSDP)
 
 

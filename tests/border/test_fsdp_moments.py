@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, PrecisionPolicy
+from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
 from tests.beside import assert_same, train_beside
 from tests.border.strategies import OPTIONS, Net, wrap
@@ -226,6 +226,38 @@ def test_outputs_that_are_parameters(rank: int, how: str) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(xs[0]), plain(xs[0]))
         train_beside(rank, world, model, plain, lambda m, r, _, xs=xs: m(xs[r]).pow(2).mean(), steps=[step])
+
+
+class Balanced(nn.Module):
+    """Keeps losses made of its outputs, as routers and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = torch.tanh(self.layer(x))
+        self.size = (outputs * self.scale).square().mean()
+        self.more = {"spread": (outputs.std(0) * self.scale).mean()}
+        return outputs
+
+
+def _with_kept(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    return loss + sum(m.size + m.more["spread"] for m in model.modules() if isinstance(m, Balanced))
+
+
+@on_ranks(2)
+def test_losses_that_modules_keep(rank: int) -> None:
+    """Backward came to such a loss before the unit's outputs, where parameters had no memory, and ended the process."""
+    for door in (FSDP, fully_shard):
+        plain, model = (
+            build(lambda: nn.Sequential(Balanced(), Balanced(), nn.Linear(WIDTH, 2))) for _ in range(2)
+        )
+        for k in range(3):
+            model[k] = door(model[k])  # type: ignore[operator]
+        model = door(model)  # type: ignore[operator]
+        train_beside(rank, 2, model, plain, lambda m, r, step: _with_kept(m, batch(step, 2)[r]))
 
 
 # ------------------------------------------------------------------ threads

@@ -19,16 +19,28 @@ from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
 
 
-class Clamping(nn.Linear):
-    """Clamps its weight in forward, if asked to."""
+def _set_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data / 2
 
-    clamps = False
+
+WAYS: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda w: w.clamp_(-0.1, 0.1),
+    "data": lambda w: w.data.clamp_(-0.1, 0.1),
+    "a part of the data": lambda w: w.data[1].zero_(),
+    "other data": _set_data,
+}
+
+
+class Clamping(nn.Linear):
+    """Changes its weight in forward, if asked to."""
+
+    clamps = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.clamps:
             with torch.no_grad():
-                self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
+                WAYS[self.clamps](self.weight)
+        return super().forward(x) + self.weight.data.mean()
 
 
 class Net(nn.Module):
@@ -47,7 +59,7 @@ class Net(nn.Module):
         return self.last(torch.tanh(x))
 
 
-def _clamp(model: nn.Module, value: bool) -> None:
+def _clamp(model: nn.Module, value: str) -> None:
     for m in model.modules():
         if isinstance(m, Clamping):
             m.clamps = value
@@ -78,16 +90,17 @@ def _written_and(ending: str, model: FSDP) -> None:
 
 @on_ranks(2)
 def test_writes_in_forward_are_refused(rank: int) -> None:
+    endings = [(ending, "in place") for ending in ("backward", "forward", "state_dict")]
     for nested in (False, True):
-        for ending in ("backward", "forward", "state_dict"):
+        for ending, way in (*endings, *[("backward", way) for way in WAYS]):
             model = _wrapped(nested)
             before = {k: v.clone() for k, v in model.state_dict().items()}
-            _clamp(model, True)
+            _clamp(model, way)
             with pytest.raises(
                 LifecycleError, match=r"'middle\.weight' was written to .* summon_full_params\(\)"
             ):
                 _written_and(ending, model)
-            _clamp(model, False)
+            _clamp(model, "")
             _loss(model).backward()  # it is said once
             for key, value in model.state_dict().items():
                 assert torch.equal(value, before[key])
@@ -119,7 +132,7 @@ def test_writes_of_one_rank_stay(rank: int) -> None:
     plain, model = build(Net), _wrapped(True)
     for m in (plain, model):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        _clamp(m, True)
+        _clamp(m, "in place")
         for _ in range(2):
             optimizer.zero_grad()
             _loss(m).backward()
@@ -132,7 +145,7 @@ def test_writes_of_one_rank_stay(rank: int) -> None:
     embedding = FSDP(nn.Embedding(4, 3, max_norm=0.1))
     assert embedding(torch.arange(4)).norm(dim=1).max() < 0.11
     model = _wrapped(False, precision=PrecisionPolicy(compute=torch.bfloat16))
-    _clamp(model, True)
+    _clamp(model, "in place")
     with pytest.raises(LifecycleError, match=r"'middle\.weight' was written to"):
         _loss(model).backward()
 
@@ -259,6 +272,9 @@ def _train(plain: nn.Module, model: FSDP, steps: tuple[str, ...]) -> None:
                 losses.pop(0).backward()
             elif step == "drop":
                 losses.clear()
+            elif step == "freeze":  # autograd gives it nothing from here on
+                inner: Any = m.module if isinstance(m, FSDP) else m
+                inner.middle.requires_grad_(False)
             elif step == "local":
                 with m.no_sync() if isinstance(m, FSDP) else torch.enable_grad():
                     losses.pop(0).backward()
@@ -279,10 +295,13 @@ def test_step_between_forward_and_backward_is_refused(rank: int) -> None:
     legal: tuple[tuple[str, ...], ...] = (
         ("f", "b", "s", "f", "f", "b", "b", "s"),
         ("f", "b", "f", "s", "drop", "f", "b", "s"),
+        ("f", "b", "s", "f", "freeze", "b", "s", "f", "b", "s"),
         ("f", "local", "f", "b", "s", "f", "f", "local", "b", "s"),
     )
     for allowed in legal:
-        for checkpoints in (False, True):
+        for checkpoints in (False, True)[
+            : 1 if "freeze" in allowed else 2
+        ]:  # else it would be frozen when recomputed
             plain, model = build(Net), _wrapped(True)
             plain.checkpoints = checkpoints
             inner: Any = model.module

@@ -255,9 +255,8 @@ def test_hooks_on_wrapped_parameters(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model.clip_grad_norm_(1e9), norm)
 
     inner = plain()
-    kept = inner[0].weight.register_post_accumulate_grad_hook(
-        _halve
-    )  # the first one, on this rank's gradient
+    # the first one, on this rank's gradient
+    kept = inner[0].weight.register_post_accumulate_grad_hook(_halve)
     wrapped: ShardedDDP | None = ShardedDDP(inner, OSS(inner.parameters(), torch.optim.SGD, lr=0.1))
     if world_size > 1:
         with pytest.raises(ConfigurationError, match="between backward and step"):

@@ -189,6 +189,9 @@ CHANGES: dict[str, Callable[[FSDP], Any]] = {
     "module": lambda m: setattr(m.module, "head", nn.Linear(2, 2)),
     "appended": lambda m: m.append(nn.Linear(5, 5)),
     "item": lambda m: m.module.__setitem__(0, nn.Linear(5, 7)),
+    "parameter of the wrapper": lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))),
+    "module of the wrapper": lambda m: setattr(m.module[0], "head", nn.Linear(2, 2)),
+    "module of what lists": lambda m: setattr(m._fsdp_wrapped_module, "head", nn.Linear(2, 2)),
     "below what was empty": lambda m: _with_more(m).append(nn.Linear(1, 1)),
     "spectral norm": _summoned(lambda m: parametrizations.spectral_norm(_last(m))),
     "old weight norm": _summoned(lambda m: nn.utils.weight_norm(_last(m))),
@@ -220,6 +223,10 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
     train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+    hooked, truth = FullyShardedDataParallel(plain()), plain()
+    for hooks in (hooked.module, truth):
+        hooks.register_forward_hook(lambda module, args, outputs: outputs * 2)
+    train_beside(rank, 2, hooked, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
     doors: list[Any] = [partial(FSDP, flatten=False), fully_shard, partial(fully_shard, dtensors=True)]
     for door in doors:
         truth = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))

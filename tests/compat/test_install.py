@@ -37,9 +37,8 @@ def all_modules() -> list[str]:
         package = importlib.import_module(f"shardkit.{part}")
         found += [package.__name__]
         found += [m.name for m in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    return list(
-        dict.fromkeys([*found, *(f"shardkit.{path}" for path in REDIRECTED_MODULES)])
-    )  # not all have a file
+    # not all have a file
+    return list(dict.fromkeys([*found, *(f"shardkit.{path}" for path in REDIRECTED_MODULES)]))
 
 
 def every_module_is_shardkits(rank: int) -> None:

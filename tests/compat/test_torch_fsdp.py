@@ -296,9 +296,8 @@ def test_ignored_frozen_and_tied(rank: int, world_size: int, use_orig_params: bo
     with pytest.raises(LifecycleError, match="no_sync"), FSDP.summon_full_params(model, with_grads=True):
         pass
     narrow = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wider = FSDP(
-        nn.Linear(4, 4), mixed_precision=narrow, use_orig_params=use_orig_params
-    )  # kept apart, in fp32
+    # kept apart, in fp32
+    wider = FSDP(nn.Linear(4, 4), mixed_precision=narrow, use_orig_params=use_orig_params)
     with wider.no_sync():
         wider(torch.ones(1, 4)).sum().backward()
     with pytest.raises(LifecycleError, match="no_sync"), FSDP.summon_full_params(wider, with_grads=True):

@@ -106,11 +106,8 @@ def run(pipe: Any, skip: Any, program: dict[str, Any]) -> dict[str, Any]:
     output = model(x)
     if output.requires_grad:
         (output * torch.randn_like(output)).sum().backward()
-    statistics = (
-        "running_mean",
-        "running_var",
-        "tracked",
-    )  # fairscale counts checkpointed micro-batches twice
+    # fairscale counts checkpointed micro-batches twice
+    statistics = ("running_mean", "running_var", "tracked")
     state = {k: v for k, v in model.state_dict().items() if not k.endswith(statistics)}
     return {
         "output": output.detach(),

@@ -132,7 +132,7 @@ def transformers_loss(model: nn.Module, batch: int) -> torch.Tensor:
 
 
 def transformers_units(model: nn.Module, unit: Callable[[nn.Module], nn.Module]) -> None:
-    from shardkit.tools.estimate.subjects import blocks_of
+    from shardkit.tools.estimate import blocks_of
 
     blocks_of(model, unit)
 

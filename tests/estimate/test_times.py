@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.errors import ConfigurationError
 from shardkit.tools import cli
-from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate
+from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate, fsdp2_padding
 from shardkit.tools.estimate.devices import Event, Issue, Kernel, Mark, Tape, Times, Wait, as_fsdp2, clocked
-from shardkit.tools.estimate.subjects import fsdp2_padding
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row
 from tests.pools import rank_pool
 
@@ -109,9 +108,8 @@ def test_kernels_and_collectives_by_hand() -> None:
     near = device.start + 7 * device.hop + 1e9 * 7 / 8 / 450e9 / 0.5
     assert device.communicating("all_gather", 1e9, 8) == pytest.approx(near)
     far = device.start + 14 * device.hop + device.far_hop + 1e9 * 15 / 16 / 450e9 / 0.5
-    assert device.communicating("reduce_scatter", 1e9, 16) == pytest.approx(
-        far
-    )  # a host's 8 ranks share a network
+    # a host's 8 ranks share a network
+    assert device.communicating("reduce_scatter", 1e9, 16) == pytest.approx(far)
     slow = replace(device, network=1e9)
     hops = device.start + 14 * device.hop + device.far_hop
     assert slow.communicating("all_gather", 1e9, 16) == pytest.approx(hops + 1e9 / 2 / 8e9 / 0.5)
@@ -122,7 +120,7 @@ def test_kernels_and_collectives_by_hand() -> None:
 
 def _recorded(name: str, ranks: int, compiled: bool = False) -> tuple[list[Event], Any]:
     """The real plan's step, and the model."""
-    from shardkit.tools.estimate.stepping import _MetaTraining, as_on_devices
+    from shardkit.tools.estimate import _MetaTraining, as_on_devices
 
     with torch.device("meta"), as_on_devices(False):
         rehearsal = _MetaTraining(SUBJECTS[name], "fsdp", ranks, 4, False)

@@ -72,9 +72,8 @@ def count_step(
         with OperationCounter(world_size) as operations:
             _train_step(trainer, model_name, WARM, rank, length)
         counted = []
-        for count in range(
-            3
-        ):  # a thread of gloo's may hold a buffer a moment longer, and views of it are looked for
+        # a thread of gloo's may hold a buffer a moment longer, and views of it are looked for
+        for count in range(3):
             with CallCounter() as calls:
                 _train_step(trainer, model_name, WARM + 1 + count, rank, length)
             counted.append(calls)

@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
-from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
-from tests.beside import reread, train_parts, whole
+from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError, RankMismatchError
+from shardkit.fsdp.state import state_of
+from tests.beside import assert_same, reread, train_parts, whole
 from tests.fsdp.test_fully_shard import twins
 from tests.pools import on_ranks
 
@@ -335,17 +337,131 @@ def _tied_again(rank: int) -> None:
         fully_shard(model, dtensors=True)
         model.load_state_dict(one.state_dict(), assign=True)
         model.tied.weight = model.again.weight
+        if is_tail:
+            model.head.unshard()  # the other modules of the unit are called first
         for m in (model, one):
             m.zero_grad()
             m(_batch(0, 0).float()).square().mean().backward()
         grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, one)]
         torch.testing.assert_close(whole(grads[0]), grads[1])
-        with pytest.raises(ConfigurationError, match="'weight' is put into"):
+        with pytest.raises(ConfigurationError, match=r"tied weights\) before it is wrapped"):
             model.tied.weight = model.inner[0].weight
-    apart = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(list(apart), dtensors=True)
+
+
+class Ends(nn.Module):
+    """An embedding and a head that may be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mid = nn.Embedding(7, 6), nn.Linear(6, 6)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.mid(self.embed(x.argmax(1))).tanh()))
+
+    def tie(self, keeps_head: bool = True) -> None:
+        kept, other = (self.head, self.embed) if keeps_head else (self.embed, self.head)
+        other.weight = kept.weight
+
+    def shard(self, units: str, **options: Any) -> Ends:
+        chosen: dict[str, Any] = {"embed": self.embed, "head": self.head, "mid": self.mid}
+        chosen.update(tail=[self.norm, self.head], all=[self.embed, self.norm, self.head])
+        for name in units.split():
+            fully_shard(chosen[name], dtensors=True, **options)
+        return fully_shard(self, dtensors=True, **options)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(flat.param.untyped_storage().nbytes() for flat in state_of(model).all_flats())  # type: ignore[union-attr]
+
+
+# units beside the root; which weight is kept; how values come; whether the optimizer is older than the tie
+_TIES = [
+    ("", True, "to_empty", False),
+    ("mid", False, "load", True),
+    ("head", True, "here", False),
+    ("head", False, "load", False),
+    ("embed tail", True, "load", True),
+    ("embed tail", False, "to_empty", False),
+    ("all mid", True, "here", True),
+]
+
+
+@on_ranks(1, 2, 3)
+def test_weights_that_are_tied_between_sharding_and_the_first_forward(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """As torchtitan's ``init_weights`` and transformers' ``tie_weights()`` do: as if they had been before."""
+    replicas = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicas", "shards"))
+    for units, keeps_head, how, is_older in _TIES:
+        one, before, where = Ends().double(), Ends().double(), f"{units}, {keeps_head}, {how}"
+        options = {"mesh": replicas} if units == "head" else {}
+        with torch.device("cpu" if how == "here" else "meta"):
+            model = Ends().double().shard(units, **options)
+        if how != "here":
+            if how == "to_empty":
+                model.to_empty(device="cpu")
+            model.load_state_dict(one.state_dict(), assign=how == "load")
+        held = _bytes_of(model)
+        optimizers = [_adam(m) for m in (model, one)] if is_older else []
+        for m in (model, one, before, model):
+            m.tie(keeps_head)
+        before.shard(units, **options)
+        assert _bytes_of(model) == _bytes_of(before) < held, where
+        if units == "mid":
+            assert sharding_of(model).local_metadata_dict() == sharding_of(before).local_metadata_dict()
+        assert_same(model, one, where)
+        copied = copy.deepcopy(model), copy.deepcopy(one)
+        optimizers = optimizers or [_adam(m) for m in (model, one)]
+        for m, optimizer in zip((model, one), optimizers, strict=True):
+            parts = [rank] if m is model else list(range(world_size))
+            train_parts(m, optimizer, parts, _batch, range(2))
+        assert_same(model, one, where)
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()], where
+        if is_older:
+            continue  # of one process's optimizer, what is not trained has no state
+        saved, state = get_state_dict(model, optimizers[0])
+        dcp.save({"model": saved, "optimizer": state}, checkpoint_id=f"{tmp_path}/{where}")
+        again = Ends().double().shard("all")
+        again.tie(not keeps_head)
+        optimizer = _adam(again)
+        into = dict(zip(("model", "optimizer"), get_state_dict(again, optimizer), strict=True))
+        dcp.load(into, checkpoint_id=f"{tmp_path}/{where}")
+        set_state_dict(again, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+        train_parts(again, optimizer, [rank], _batch, range(2, 3))
+        train_parts(one, optimizers[1], range(world_size), _batch, range(2, 3))
+        assert_same(again, one, where)
+        for m in copied:
+            train_parts(m, _adam(m), [rank] if m is copied[0] else range(world_size), _batch, range(1))
+        assert_same(*copied, where)
+    _not_tied(rank, world_size)
+
+
+def _not_tied(rank: int, world_size: int) -> None:
+    """What would not be one process's is refused by name."""
+    optimized, gathered = Ends().shard("tail"), Ends().shard("tail")
+    shardkit.WholeParameters(optimized, torch.optim.AdamW, lr=0.1)
+    with pytest.raises(ConfigurationError, match="make the optimizer afterwards"):
+        optimized.tie()
+    gathered.unshard()
     with pytest.raises(ConfigurationError, match=r"tied weights\) before it is wrapped"):
-        apart[0].weight = apart[1].weight  # for the first time; FSDP2 gathers both and trains one
+        gathered.tie()
+    if world_size > 1:  # a group of its own, which the error ends
+        mesh = DeviceMesh.from_group(dist.new_group(list(range(world_size))), "cpu")
+        model = Ends().shard("all", mesh=mesh)
+        model.tie(keeps_head=rank > 0)
+        with pytest.raises(OutOfStepError, match="without"):
+            model(_batch(0, rank).float())
+    if world_size == 2:
+        policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+        late, early = Ends().shard("embed tail", **policy), Ends()
+        for m in (late, early):
+            m.tie()
+        early.shard("embed tail", **policy)
+        for m in (late, early):
+            train_parts(m, torch.optim.SGD(m.parameters(), lr=0.1), [rank], _batch, range(2))
+        assert_same(late, early)
 
 
 def _replaced(rank: int) -> None:

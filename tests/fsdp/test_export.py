@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import pickle
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from shardkit import (
     hybrid_groups,
     sharding_of,
 )
-from shardkit.fsdp.export import checksum
+from shardkit.fsdp.sharded_api import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
 from tests.pools import on_ranks, rank_pool
 
@@ -100,6 +104,48 @@ def test_of_replicas_one_sends() -> None:
     rank_pool(4).run(_whole, by_wrappers, {"replicated": True})
 
 
+class Engine:
+    """Takes weights as a worker of vLLM 0.33 does, which is told names, dtypes and shapes before anything arrives."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def update_weights(self, told: str, arriving: list[torch.Tensor]) -> None:
+        """Cuts bytes of whole tensors, or takes places of int32 and values of each."""
+        info = json.loads(told)
+        for k, name in enumerate(info["names"]):
+            dtype, shape = getattr(torch, info["dtype_names"][k]), info["shapes"][k]
+            if "num_updates_list" not in info:
+                nbytes = math.prod(shape) * dtype.itemsize
+                self.weights[name] = arriving[0][:nbytes].view(dtype).view(shape).clone()
+                arriving[0] = arriving[0][nbytes:]
+                arriving[:] = arriving if len(arriving[0]) else arriving[1:]
+                continue
+            places, values = arriving.pop(0), arriving.pop(0)
+            assert (places.dtype, values.dtype) == (torch.int32, dtype)
+            assert len(places.unique()) == len(values) == info["num_updates_list"][k]
+            self.weights[name].view(-1)[places] = values
+        assert not arriving
+
+
+def _told(weights: list[tuple[str, Any]], **more: list[int]) -> str:
+    """Returns what vLLM's trainer tells before it sends."""
+    dtypes = [str(w.dtype).split(".")[-1] for _, w in weights]
+    shapes = [list(w.shape) for _, w in weights]
+    return json.dumps({"names": [n for n, _ in weights], "dtype_names": dtypes, "shapes": shapes, **more})
+
+
+def _packed(weights: Iterable[tuple[str, Any]], most: int) -> Iterator[torch.Tensor]:
+    """Yields buffers of bytes, each sent once it has more than so many."""
+    held: list[torch.Tensor] = []
+    for _, weight in weights:
+        held.append(weight.contiguous().view(-1).view(torch.uint8))
+        if sum(map(len, held)) > most:
+            yield torch.cat(held)
+            held = []
+    yield from [torch.cat(held)] if held else []
+
+
 def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None:
     """A receiver beside a training in bf16 with a small learning rate, as reinforcement learning has it."""
     torch.manual_seed(3)
@@ -108,14 +154,18 @@ def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None
     start = {n: v.clone() for n, v in plain.state_dict().items()}
     model = fully_shard(plain, **options) if wrap is in_place else by_root(plain, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    sent, weights, sizes = SentWeights(), {}, []
+    sent, weights, sizes, engine = SentWeights(), {}, [], Engine()
+    told, source = (
+        sharding_of(model).export(lambda n: n if "seen" not in n else None, torch.bfloat16) for _ in range(2)
+    )
+    engine.update_weights(_told(list(told)), list(_packed(source, 5000)))
     whole = sum(v.numel() * 2 for v in start.values())
     for step in range(steps):
         torch.manual_seed(10 * step + rank)
         model(torch.rand(4, 37)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        size = 0
+        size, patches = 0, []
         for name, change in sharding_of(model).export(dtype=torch.bfloat16, on=0, since=sent):
             if isinstance(change, Change):
                 received = pickle.loads(pickle.dumps(change))
@@ -123,10 +173,15 @@ def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None
                 if step == 0:
                     weights[name] = torch.zeros(received.shape, dtype=received.dtype)
                 received.apply(weights[name])
+                patches.append((name, received))
+        pairs = [change.elements() for _, change in patches]
+        counts = [len(places) for places, _ in pairs]
+        engine.update_weights(_told(patches, num_updates_list=counts), list(chain(*pairs)))
         sizes.append(size)
         now = {n: v.bfloat16() for n, v in sharding_of(model).export() if "seen" not in n}
         if rank == 0:
             torch.testing.assert_close(weights, now, rtol=0, atol=0)
+            torch.testing.assert_close(engine.weights, now, rtol=0, atol=0)
     if rank == 0:
         assert sizes[0] == whole - 2  # without the buffer
         assert max(sizes[1:]) <= 0.06 * whole

@@ -68,11 +68,8 @@ class Spared(nn.Module):
 Doors = Sequence[Callable[..., nn.Module] | None]  # of each root; None: ShardedDDP
 
 
-NESTED = (
-    "",
-    "spared",
-    "",
-)  # rank 1's forwards: of the discriminator, of the generator inside, of the discriminator again
+# rank 1's forwards: of the discriminator, of the generator inside, of the discriminator again
+NESTED = ("", "spared", "")
 
 
 def _roots_of_one_backward(

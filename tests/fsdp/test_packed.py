@@ -143,9 +143,8 @@ def _in_other_ways(rank: int) -> None:
     exported = dict(sharding_of(model).export())
     torch.testing.assert_close(exported, dict(plain.state_dict()), rtol=1e-5, atol=2e-6)
     sent, received = SentWeights(), {n: torch.zeros_like(v) for n, v in exported.items()}
-    for step, whole in enumerate(
-        (True, False, True)
-    ):  # what is packed comes once, and again when it was loaded
+    # what is packed comes once, and again when it was loaded
+    for step, whole in enumerate((True, False, True)):
         if step == 2:
             model.load_state_dict(state)
         changes = dict(sharding_of(model).export(on=0, since=sent))

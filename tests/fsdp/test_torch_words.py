@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Shard
 
 from shardkit import (
@@ -206,9 +207,8 @@ def test_a_forward_that_calls_its_own_module(rank: int) -> None:
         train_beside(rank, 2, m, truth, loss_of, steps=range(2))
     with pytest.raises(IndexError):
         whole(torch.full((1, 1), 99))
-    torch.testing.assert_close(
-        whole(tokens(rank, 0)), truth(tokens(rank, 0)), rtol=0, atol=1e-6
-    )  # an error leaves nothing behind
+    # an error leaves nothing behind
+    torch.testing.assert_close(whole(tokens(rank, 0)), truth(tokens(rank, 0)), rtol=0, atol=1e-6)
 
 
 @on_ranks(2)
@@ -398,11 +398,9 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     changes: Any = fully_shard(nn.Linear(2, 2), reshard=ReshardPolicy(sends_changes=True))
     with pytest.raises(ConfigurationError, match="set_all_reduce_hook is for plain messages"):
         changes.set_all_reduce_hook(print)
-    with pytest.raises(ConfigurationError, match="reduces its gradients by its end"):
-        model.set_manual_backward_finalization(True)
     with pytest.raises(ConfigurationError, match="memory of gathered parameters"):
         model.set_keep_unsharded_storage(recurse=False, keep=True)
-    model.set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
     model.set_keep_unsharded_storage(False)
     assert model.finalize_backward() is None
     assert model.finalize_backward(async_op=True).wait() is None
@@ -796,19 +794,6 @@ def test_small_words_of_torchs(rank: int) -> None:
         torch.testing.assert_close(m.inner.bias.grad.full_tensor(), torch.full((4,), 2.0))
         assert checkpoint.state(m).enable_hook  # type: ignore[attr-defined]
 
-    # as torch's pipelines reduce, after the last of their micro-batches
-    model = fully_shard(copy.deepcopy(plain), reshard_after_forward=True)
-    model.set_requires_gradient_sync(False)
-    for _ in range(2):
-        (model(x) * (rank + 1)).sum().backward()
-    model.set_requires_gradient_sync(True)
-    state: Any = torchs_fully_shard.state(model)  # type: ignore[attr-defined]
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
-    torch.testing.assert_close(model.inner.bias.grad.full_tensor(), torch.full((4,), 6.0))
-
     # as trainers ask torch's private state: NeMo Automodel's heads and losses, axolotl's tiled layers
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, cast_forward_inputs=False)
     inner: Any = fully_shard(copy.deepcopy(plain).inner, mp_policy=policy)
@@ -821,6 +806,54 @@ def test_small_words_of_torchs(rank: int) -> None:
     for change in ("_is_root", "mesh_info"):
         with pytest.raises(AttributeError):
             setattr(state, change, None)
+
+
+class Part(nn.Module):
+    """A stage of a pipeline; a layer may be left out of what is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.skips = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return x + self.second(torch.tanh(y.detach() if self.skips else y))
+
+
+@on_ranks(2)
+def test_in_torchs_pipelines(rank: int) -> None:
+    """Micro-batches are reduced at the end, halves of backwards too, and where one rank has no gradient of a unit."""
+    torch.manual_seed(6)
+    plain, data = nn.ModuleList([Part(), Part()]), torch.randn(2, 4, 4)
+    alone = [dist.new_group([k]) for k in range(2)][rank]
+
+    def schedule(kind: Any, parts: Any, **words: Any) -> Any:
+        for part in parts:
+            for m in (part.first, part.second, part):
+                fully_shard(m, **words)
+        stages = [PipelineStage(p, k, 2, torch.device("cpu"), group=alone) for k, p in enumerate(parts)]
+        return kind(stages, 2, loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
+
+    halves, words = ScheduleZBVZeroBubble, [{"reshard_after_forward": kept} for kept in (False, True)]
+    for kind, said in (
+        (ScheduleInterleaved1F1B, words[0]),
+        (halves, words[0]),
+        (halves, words[1]),
+        (halves, {}),
+    ):
+        parts, truth = cast("Any", copy.deepcopy(plain)), cast("Any", copy.deepcopy(plain))
+        pipeline = schedule(kind, parts, **said)
+        parts[1].skips = rank == 0
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (parts, truth)]
+        for _ in range(2):
+            pipeline.step(data[rank], target=data[1 - rank])
+            for r in range(2):
+                truth[1].skips = r == 0
+                (truth[1](truth[0](data[r])) - data[1 - r]).square().sum().div(2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(parts, truth, f"{kind.__name__}, {said}")
 
 
 def _mean(value: torch.Tensor) -> torch.Tensor:

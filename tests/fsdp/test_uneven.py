@@ -103,6 +103,9 @@ def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighte
             with inside if meeting == "no_sync" else contextlib.nullcontext():
                 for k in range(per_rank[rank]):
                     _evaluate(model, plain, evaluations.choice((0, 0, 1, 2)))
+                    if k == 1:  # of inputs alone, and no micro-batch
+                        attacked = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
+                        torch.autograd.grad(model(attacked).sum(), attacked)
                     loss = _loss(model, 1000 * step + 10 * k + rank)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
                 _evaluate(model, plain, evaluations.choice((0, 1)))
@@ -441,9 +444,8 @@ def test_ranks_that_meet_once_do_what_they_like(rank: int) -> None:
             plain.which, seed = (r + k) % 2, 1000 * step + 10 * k + r
             (_loss(plain, seed) / len(every)).backward()
             ((1 + k) / sum(1 + k for _, k in every) * _loss(plain_other, seed)).backward()
-        if (own := other.head.weight.grad) is not None or any(
-            per_rank
-        ):  # this rank's own, as after a plain step
+        # this rank's own, as after a plain step
+        if (own := other.head.weight.grad) is not None or any(per_rank):
             own = torch.zeros_like(other.head.weight) if own is None else own
             dist.all_reduce(own)
             other.head.weight.grad = own / 2
@@ -639,9 +641,8 @@ def _drawn_errors(rank: int, seed: int) -> None:
     """Some ranks have a bad batch at some place, after a block that shows the order or none, and before a right one."""
     draw, world_size = random.Random(seed), 2 + seed % 7
     way, once = draw.choice(["FSDP", "fully_shard", "ShardedDDP"]), draw.random() < 0.3
-    where = draw.choice(
-        ERRORS if way == "ShardedDDP" else ERRORS + REFUSED
-    )  # a rank may own nothing to clear
+    # a rank may own nothing to clear
+    where = draw.choice(ERRORS if way == "ShardedDDP" else ERRORS + REFUSED)
     counts = [draw.randint(1, 3) for _ in range(world_size)]
     bad = [draw.choice((-1, -1, k)) for k in map(draw.randrange, counts)]
     if where in REFUSED:  # there is no gradient before

@@ -16,7 +16,6 @@ from tests.figures.gpt import GPT, Block
 from tests.figures.implementations import IMPLEMENTATIONS, Trainer
 
 FITS = 0.6  # part of the device's memory that parameters, gradients and Adam's moments may take
-BYTES = {False: 14, True: 24}  # for each parameter: bf16 throughout; mixed (fp32 shards, gathered in bf16)
 
 
 class Size(NamedTuple):
@@ -36,9 +35,9 @@ class Size(NamedTuple):
     def layer(self) -> int:
         return 12 * self.width**2 + 13 * self.width
 
-    def fitting(self, memory: int, mixed: bool) -> int:
+    def fitting(self, memory: int, variant: Variant) -> int:
         """How many layers fit into so many bytes, at most all."""
-        parameters = FITS * memory / BYTES[mixed] - self.outside()
+        parameters = FITS * memory / variant.nbytes - self.outside()
         return max(1, min(self.depth, int(parameters / self.layer())))
 
 
@@ -46,6 +45,7 @@ SIZES = {
     "tiny": Size(32, 2, 2, 64, 16, 2),
     "124M": Size(768, 12, 12, 50304, 1024, 8),
     "1.3B": Size(2048, 24, 16, 50304, 1024, 4),
+    "4B": Size(2560, 36, 32, 151936, 1024, 2),  # as Qwen3-4B, whose head is tied
     "7B": Size(4096, 32, 32, 50304, 1024, 2),
 }
 
@@ -55,11 +55,15 @@ class Variant(NamedTuple):
 
     Attributes:
         mixed: parameters in fp32, computed with in bf16; otherwise all is bf16.
+        nbytes: for each parameter, that have to fit: of mixed ones fp32 shards, gathered in bf16.
+        by: which ways are compared; all by default.
     """
 
     checkpointed: bool = False
     compiled: bool = False
     mixed: bool = False
+    nbytes: int = 14
+    by: tuple[str, ...] = ()
 
 
 VARIANTS = {
@@ -67,7 +71,9 @@ VARIANTS = {
     "checkpointed": Variant(checkpointed=True),
     "compiled": Variant(compiled=True),
     "both": Variant(checkpointed=True, compiled=True),
-    "mixed": Variant(mixed=True),
+    "mixed": Variant(mixed=True, nbytes=24),
+    # all layers, whether or not they fit without
+    "offload": Variant(True, mixed=True, nbytes=2, by=("fully_shard", "masters", "masters_early")),
 }
 
 BARE = "bare"
@@ -78,6 +84,7 @@ WAYS = {
     "fsdp": "shardkit FSDP",
     "fully_shard": "shardkit fully_shard",
     "masters": "shardkit fully_shard, masters on the host",
+    "masters_early": "the same, stepped in backward",
     "torch_fsdp1": "torch FSDP1",
     "torch_fsdp2": "torch FSDP2",
     "fairscale_fsdp": "fairscale FSDP",
@@ -85,8 +92,11 @@ WAYS = {
 _MIXED: dict[str, Callable[..., Trainer]] = {
     "fsdp": implementations.fsdp,
     "fully_shard": implementations.fully_shard,
-    "masters": lambda model, compute: implementations.fully_shard(
-        model, compute, offload=OffloadPolicy(masters=True)
+    **dict.fromkeys(
+        ("masters", "masters_early"),
+        lambda model, compute: implementations.fully_shard(
+            model, compute, offload=OffloadPolicy(masters=True)
+        ),
     ),
     "torch_fsdp1": implementations.torch_fsdp1,
     "torch_fsdp2": implementations.torch_fsdp2,
@@ -98,7 +108,9 @@ _MIXED: dict[str, Callable[..., Trainer]] = {
 
 def ways(variant: Variant, device: str) -> list[str]:
     """What can train so there; fairscale's FSDP insists on CUDA."""
-    names = [BARE, *_MIXED] if variant.mixed else [way for way in WAYS if way != "masters"]
+    names = variant.by or [
+        way for way in WAYS if way in (BARE, *(_MIXED if variant.mixed else IMPLEMENTATIONS))
+    ]
     return [n for n in names if device == "cuda" or not n.startswith("fairscale")]
 
 

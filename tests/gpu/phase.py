@@ -128,7 +128,7 @@ def bench(device: str, size: str, variant: str) -> None:
 
     chosen = cases.SIZES[size]
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 2**40
-    depth = chosen.fitting(memory, cases.VARIANTS[variant].mixed)
+    depth = chosen.fitting(memory, cases.VARIANTS[variant])
     with _ranks(device) as pool:
         for way in cases.ways(cases.VARIANTS[variant], device):
             ranks = pool.run(measure, way, size, depth, variant, STEPS if device == "cuda" else 2)

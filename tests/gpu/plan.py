@@ -32,9 +32,10 @@ _CUDA_TESTS = (  # where tests are marked
 )
 # (size, variant, seconds), the most telling first: time may run out
 _BENCHMARKS = (
-    ("1.3B", "plain", 110), ("124M", "plain", 70), ("7B", "checkpointed", 130), ("1.3B", "mixed", 90),
-    ("124M", "compiled", 110), ("1.3B", "compiled", 150), ("124M", "checkpointed", 60), ("1.3B", "checkpointed", 100),
-    ("1.3B", "both", 150), ("7B", "plain", 130), ("124M", "mixed", 60), ("7B", "mixed", 130), ("124M", "both", 110),
+    ("1.3B", "plain", 110), ("124M", "plain", 70), ("7B", "checkpointed", 130), ("4B", "offload", 200),
+    ("1.3B", "mixed", 90), ("124M", "compiled", 110), ("1.3B", "compiled", 150), ("124M", "checkpointed", 60),
+    ("1.3B", "checkpointed", 100), ("1.3B", "both", 150), ("7B", "plain", 130), ("124M", "mixed", 60),
+    ("7B", "mixed", 130), ("124M", "both", 110),
 )  # fmt: skip
 
 
@@ -52,11 +53,11 @@ def plan(device: str, devices: int) -> tuple[list[Phase], list[str]]:
         ),
         Phase("alignment", "alignment", 60),
         Phase("channels", "channels", 90),
-        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[:4]),
+        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[:5]),
         Phase(
             "tests", "tests", 300, {"paths": _CUDA_TESTS, "select": "cuda", "words": f"not ({_IN_CONTRACT})"}
         ),
-        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[4:]),
+        *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[5:]),
     ]
     skipped = []
     for needed, what in (
@@ -78,6 +79,6 @@ def _trial() -> list[Phase]:
         Phase("channels", "channels", 60),
         *(
             Phase(f"bench tiny {v}", "bench", 60, {"size": "tiny", "variant": v})
-            for v in ("plain", "both", "mixed")
+            for v in ("plain", "both", "mixed", "offload")
         ),
     ]

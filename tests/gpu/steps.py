@@ -8,10 +8,12 @@ import statistics
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from shardkit import step_in_backward
 from shardkit.backend import get_backend
 from tests.gpu import cases
 from tests.gpu.exposed import of_profile
@@ -26,6 +28,7 @@ class Run:
     def __init__(self, rank: int, way: str, size: cases.Size, depth: int, variant: cases.Variant) -> None:
         self.rank, self.size = rank, size
         self.device = get_backend("cuda" if torch.cuda.is_available() else "gloo").device()
+        self.is_early = way == "masters_early"
         self.bare_mixed = variant.mixed and way == cases.BARE
         model = cases.build(size, depth, variant, self.device)
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -37,9 +40,11 @@ class Run:
         tokens = self.batches[self.count % len(self.batches)]
         self.count += 1
         loss = cases.loss_of(self.trainer.model, tokens, self.bare_mixed)
-        loss.backward()
-        self.trainer.optimizer.step()
-        self.trainer.zero_grad()
+        with step_in_backward(self.trainer.optimizer) if self.is_early else nullcontext():
+            loss.backward()
+        if not self.is_early:
+            self.trainer.optimizer.step()
+            self.trainer.zero_grad()
         return loss.detach()
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from tests.gpu.exposed import communication, of_profile
 from tests.gpu.plan import Phase, plan
 
 ROOT = Path(__file__).parents[2]
-TRIED = "environment,contract,alignment,channels,bench tiny both"
+TRIED = "environment,contract,alignment,channels,bench tiny both,bench tiny offload"
 
 
 def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def test_a_report_with_all_its_tables(tmp_path: Path) -> None:
     for name in TRIED.split(","):
         assert f"| {name} | ok |" in text
     assert " passed" in text
-    for way in cases.ways(cases.VARIANTS["both"], "cpu"):
+    for way in (*cases.ways(cases.VARIANTS["both"], "cpu"), *cases.VARIANTS["offload"].by):
         assert f"| {cases.WAYS[way]} | " in text
     assert "error" not in text.lower()
     assert "| bfloat16, 2 bytes |" in text
@@ -71,7 +71,7 @@ def test_plan_fits_the_time_and_says_what_it_skips() -> None:
         if phase.kind == "bench":
             assert phase.arguments["size"] in cases.SIZES
             assert phase.arguments["variant"] in cases.VARIANTS
-    assert {p.arguments["size"] for p in phases if p.kind == "bench"} == {"124M", "1.3B", "7B"}
+    assert {p.arguments["size"] for p in phases if p.kind == "bench"} == {"124M", "1.3B", "4B", "7B"}
     assert "fairscale_fsdp" in cases.ways(cases.VARIANTS["plain"], "cuda")
 
 
@@ -83,9 +83,11 @@ def test_models_have_the_sizes_of_their_names() -> None:
     assert 120 < millions("124M") < 128
     assert 1250 < millions("1.3B") < 1400
     assert 6400 < millions("7B") < 7000
+    assert 3100 < millions("4B") < 4100
     h200 = 141 * 10**9
-    assert cases.SIZES["1.3B"].fitting(h200, mixed=True) == 24
-    assert 8 < cases.SIZES["7B"].fitting(h200, mixed=True) < 32
+    assert cases.SIZES["1.3B"].fitting(h200, cases.VARIANTS["mixed"]) == 24
+    assert 8 < cases.SIZES["7B"].fitting(h200, cases.VARIANTS["mixed"]) < 32
+    assert cases.SIZES["4B"].fitting(24 * 10**9, cases.VARIANTS["offload"]) == 36
     built = cases.build(cases.SIZES["tiny"], 2, cases.VARIANTS["plain"], torch.device("cpu"))
     assert (
         sum(p.numel() for p in built.parameters())

@@ -138,9 +138,8 @@ def execute(source: str) -> tuple[dict[str, Any], list[Any], str | None]:
         exec(compile(source, "drawn", "exec"), namespace)
     except (ImportError, AttributeError, NameError) as error:
         ended = type(error).__name__
-    except (
-        SyntaxError
-    ):  # of Python's compiler: "import *" in a function, a name that is global and used before
+    # of Python's compiler: "import *" in a function, a name that is global and used before
+    except SyntaxError:
         ended = "SyntaxError"
     given_by_us = {"seen", "holder", "tried", "late", "f", "g", "__builtins__", "__annotations__"}
     return {k: v for k, v in namespace.items() if k not in given_by_us}, [*seen, holder.text], ended

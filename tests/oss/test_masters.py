@@ -13,6 +13,9 @@ from torch import nn
 
 import shardkit
 from shardkit import OSS, ConfigurationError, ShardedDDP
+from shardkit.errors import RankFailedError
+from shardkit.xla import xla_model as xm
+from tests.backends.environments import environments
 from tests.pools import on_ranks, rank_pool
 
 _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -37,18 +40,19 @@ def _model() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), _Norm()).bfloat16()
     model[3].float()
-    return model
+    return model.to(xm.xla_device())
 
 
 def _loss(model: nn.Module, step: int) -> torch.Tensor:
     """Returns the same on all ranks, so that two ranks' mean is exact in 16 bits, too."""
     x = torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).bfloat16()
-    return model(x).pow(3).mean()
+    return model(x.to(xm.xla_device())).pow(3).mean()
 
 
 def _beside_one_process(rank: int, kind: Any, options: dict[str, Any], folder: str, steps: range) -> None:
     model, wide = _model(), _model().float()
-    optimizer = OSS(model.parameters(), functools.partial(kind), masters=True, sends_changes=True, **options)
+    sends = xm.xla_device().type == "cpu"
+    optimizer = OSS(model.parameters(), functools.partial(kind), masters=True, sends_changes=sends, **options)
     sharded = ShardedDDP(model, optimizer)
     if steps.start:
         shardkit.restore(folder, model=sharded, optimizer=optimizer)
@@ -71,7 +75,9 @@ def _beside_one_process(rank: int, kind: Any, options: dict[str, Any], folder: s
                 torch.testing.assert_close(p.data, w.data.to(p.dtype), rtol=0, atol=0)
         if step == 1:  # what a program writes to weights counts, and no more than that
             for parameters in (wide, model)[: 1 + (step in steps)]:
-                next(parameters.parameters()).data[3:5].fill_(0.5)
+                first = next(parameters.parameters())
+                with torch.no_grad():
+                    (first.data if sends else first)[3:5].fill_(0.5)
     assert len(calls) == len(steps)
     if not steps.start:
         shardkit.save(folder, model=sharded, optimizer=optimizer, step=steps.stop)
@@ -82,6 +88,17 @@ def test_weights_are_rounded_from_what_one_process_trains(kind: Any, options: An
     """Also on another number of ranks that goes on from a checkpoint."""
     rank_pool(2).run(_beside_one_process, kind, options, str(tmp_path), range(4))
     rank_pool(1).run(_beside_one_process, kind, options, str(tmp_path), range(4, 7))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=environments("xla")[0].marks)])
+def test_flat_masters_are_as_one_process_trains(backend: str, tmp_path: Path) -> None:
+    """Where all ranks run one program; also on another number of ranks."""
+    for kind, options in _OPTIMIZERS[:3]:
+        folder = str(tmp_path / kind.__name__)
+        for world_size, steps in ((2, range(4)), (1, range(4, 7))):
+            rank_pool(world_size, backend).run(_beside_one_process, kind, options, folder, steps)
+    with pytest.raises(RankFailedError, match="float32, and Adafactor is not known to be element-wise"):
+        rank_pool(2, backend).run(_beside_one_process, *_OPTIMIZERS[3], "", range(1))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import warnings
@@ -169,8 +170,10 @@ def _own_options(rank: int, world_size: int) -> None:
     for step in range(3):
         for m, o in ((truth, plain), (model, sharded)):
             if step == 1:
-                o.add_param_group({"params": list(m.parameters())[2:]})
                 o.param_groups[0]["lr"] = 0.05
+                o.add_param_group({"params": list(m.parameters())[2:]})
+            if step == 2:
+                o.state = collections.defaultdict(dict)  # momentum begins anew
             m.zero_grad()
             averaged_backward(m, world_size, step)
             o.step()

@@ -154,10 +154,11 @@ def _both(
 def test_training_goes_on_as_if_the_batch_had_not_been(door: str, backend: str) -> None:
     world_size = 4 if door == "by_hybrid" else 2
     places = {(FIRST + 2 * k, k % world_size): place for k, place in enumerate(PLACES)}
+    # three in a row; in one of them both ranks
     places |= {
         (FIRST + 1, 0): PLACES[2],
         (FIRST + 2, 0): PLACES[-1],
-    }  # three in a row; in one of them both ranks
+    }
     rank_pool(world_size, backend).run(_both, door, places)
 
 

@@ -166,9 +166,8 @@ class Model(nn.Module):
             if (k < middle or dying is None) and x.requires_grad:
                 dying = x
         out = self.head(x).squeeze(1)
-        if (
-            self.fail and out.requires_grad
-        ):  # in backward, after the gradients of what comes later if there are any
+        # in backward, after the gradients of what comes later if there are any
+        if self.fail and out.requires_grad:
             (out if dying is None else dying).register_hook(_fail)
         return {"out": out}
 

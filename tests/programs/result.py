@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardkit.tools.verify.comparing import (
+from shardkit.tools.verify import (
     BFLOAT,
     DOUBLE,
     HALF,

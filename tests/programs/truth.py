@@ -318,9 +318,8 @@ class Truth(Course):
 
     # ------------------------------------------------------------------ saving and loading
     def _reload(self, step: Reload) -> None:
-        if isinstance(
-            self.program.options, Unit
-        ):  # ranks keep their own, but for gradients and rank 0's state
+        # ranks keep their own, but for gradients and rank 0's state
+        if isinstance(self.program.options, Unit):
             self._zero_grad(ZeroGrad())
             if step.form == "consolidated" or (
                 step.form == "full" and self.program.options.state_dict_on_rank_0_only

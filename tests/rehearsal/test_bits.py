@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit
-from shardkit.tools.rehearsal.bits import rehearse_bits
+from shardkit.tools.rehearsal import rehearse_bits
 
 
 def _in_order(rank: int, strategy: str, order: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BackendError
-from shardkit.tools.rehearsal import rehearse, torch_world
+from shardkit.tools.rehearsal import rehearse, surroundings
 from tests.pools import rank_pool
 from tests.rehearsal import programs
 
@@ -42,9 +42,8 @@ def compare(world_size: int, sequence: list[tuple[str, int, str, bool]]) -> None
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_collective_equals_gloo(world_size: int) -> None:
-    names = [
-        n for n in programs.OPERATIONS if n != "functional" or world_size == 3
-    ]  # their import takes seconds
+    # their import takes seconds
+    names = [n for n in programs.OPERATIONS if n != "functional" or world_size == 3]
     compare(world_size, [(name, 17, "float32", k % 2 == 0) for k, name in enumerate(names)])
 
 
@@ -75,7 +74,7 @@ def test_what_another_torch_keeps_of_groups_is_each_ranks_own(monkeypatch: pytes
 
 
 def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_world.check()
+    surroundings.check()
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
     with pytest.raises(BackendError, match="_new_process_group_helper"):
         rehearse(lambda rank: None, 2)

@@ -145,9 +145,8 @@ def test_steps_end_all_ranks_together(tmp_path: Path, capsys: pytest.CaptureFixt
     assert data["steps"] == [3, 3, 3, 3]
     assert len(data["losses"]) == 3
     weights = (64 * 64 + 64) * 4
-    assert (
-        weights * 3 < data["peak_bytes"][1] < weights * 8
-    )  # parameters, gradients, two averages, what comes and goes
+    # parameters, gradients, two averages, what comes and goes
+    assert weights * 3 < data["peak_bytes"][1] < weights * 8
     assert 3 * weights * 6 // 4 <= data["sent_bytes"][0] < 6 * weights * 6 // 4
     kinds = {(k["operation"], k["place"].rpartition(":")[2]): k["calls"] for k in data["collectives"]}
     assert kinds["all_reduce", "19"] == 3

@@ -160,9 +160,8 @@ def test_a_machine_whose_ranks_left_early_starts_again_with_the_others(tmp_path:
     said = [job.communicate(timeout=400) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     assert sum("rank 1 of 2 left with status 0 in mid-training" in err for _, err in said) == 1, said
-    assert sum("attempt 1 step 3" in out for out, _ in said) == 1, (
-        said
-    )  # of rank 0, the only one that is shown
+    # of rank 0, the only one that is shown
+    assert sum("attempt 1 step 3" in out for out, _ in said) == 1, said
 
 
 def test_a_machine_that_waits_for_others_ends_when_it_is_asked_to(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from shardkit.backend import Group, get_backend
-from shardkit.oss.exchange import SparseReducer
-from shardkit.oss.reducer import Reducer, plan_buckets
+from shardkit.oss.exchange import Reducer, SparseReducer, plan_buckets
 from shardkit.policy import ReducePolicy
 from shardkit.torch_seams.hooks import BackwardState, GradientHooks
 from tests.pools import on_ranks

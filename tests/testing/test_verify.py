@@ -9,8 +9,7 @@ import pytest
 
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.tools.cli import main
-from shardkit.tools.verify import Experiment, Tolerance, Verifier, verify
-from shardkit.tools.verify.differential import Strategy, load_experiment
+from shardkit.tools.verify import Experiment, Strategy, Tolerance, Verifier, load_experiment, verify
 from tests.testing.experiments import broken, for_fairscale, in_order, not_in_order, right, wrong
 
 HERE = Path(__file__).with_name("experiments.py")

@@ -29,12 +29,13 @@ READERS = {
     "whole": [("whole", 3), ("fsdp", 2)],
     "two_fsdp": [("two_fsdp", 2), ("two_oss", 2), ("two_plain", 1), ("two_fsdp2", 2)],
 }
+# read by their own kind
 ALONE = [
     ("whole_muon", 2, 3),
     ("adascale", 2, 2),
     ("fsdp2", 2, 4),
     ("dtensors", 2, 2),
-]  # read by their own kind
+]
 
 
 def _check(folder: Path, kind: str, ranks: int, readers: list[tuple[str, int]]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint import background, data_file, saving
+from shardkit.checkpoint import data_file, saving
 from shardkit.checkpoint.format import folders
 from shardkit.checkpoint.format.manifest import read_manifest, refuse_damage
 from shardkit.errors import (
@@ -170,9 +170,8 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     optimizer.step()
     extra["ema"].zero_()
     go_on.set()
-    later = shardkit.save(
-        tmp_path, model=model, optimizer=optimizer, step=2, async_=True
-    )  # waits for the first
+    # waits for the first
+    later = shardkit.save(tmp_path, model=model, optimizer=optimizer, step=2, async_=True)
     assert handle.done
     assert handle.wait()
     later.wait()
@@ -222,11 +221,11 @@ def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytes
 def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "PATIENCE", 0.2)
+    monkeypatch.setattr(saving, "PATIENCE", 0.2)
     from shardkit.optimizer_state.slots import Ranks
 
     folder = folders.begin(str(tmp_path), 1)
-    work = background.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")
+    work = saving.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")
     begin = time.time()
     with pytest.raises(CheckpointError, match="is one of them gone"):
         work.run(lambda: None, lambda: None)

@@ -79,9 +79,8 @@ def test_clip_grad_norm_of_torch(rank: int, world_size: int, strategy: str) -> N
     run = Run(rank, world_size, strategy)
     for step, norm_type in enumerate([2.0, 2.0, 1.0]):
         run.backward(step)
-        clip = (
-            nn.utils.clip_grad_norm_ if step else nn.utils.clip_grad.clip_grad_norm_
-        )  # torch_xla's; torch's
+        # torch_xla's; torch's
+        clip = nn.utils.clip_grad_norm_ if step else nn.utils.clip_grad.clip_grad_norm_
         norm = clip(run.model.parameters(), CLIP, norm_type)
         truth = nn.utils.clip_grad.clip_grad_norm_(run.plain.parameters(), CLIP, norm_type)
         assert truth > CLIP

@@ -27,8 +27,18 @@ from ...errors import ConfigurationError, DamagedFileError, ShardkitError, Untru
 from ...torch_seams.tensors import memory_of
 from ...torch_seams.wrappers import versions_of
 from ...types import IncompatibleKeys, SavedState, StateDict, Tree
-from .data_pickle import Data, NotData, PickleMachine, named_globals
-from .rebuilding import Storage, StorageType, build, names, whole, without_values
+from .data_pickle import (
+    Data,
+    NotData,
+    PickleMachine,
+    Storage,
+    StorageType,
+    build,
+    named_globals,
+    names,
+    whole,
+    without_values,
+)
 
 LOCAL = b"PK\x03\x04"
 _HEADER = 30  # bytes of a local header before the name; lengths of name and extra field end it

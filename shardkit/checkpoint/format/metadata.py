@@ -20,9 +20,8 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from ...layout import Box
 from ...types import T, Tree
-from ..files.data_pickle import Function, Instance, NotData, PickleMachine
+from ..files.data_pickle import Function, Instance, NotData, PickleMachine, natural
 from ..files.loading import UNREADABLE
-from ..files.rebuilding import natural
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"

@@ -425,9 +425,8 @@ def _compare(folder: str, record: Record) -> None:
     with open(os.path.join(folder, record.file), "rb") as file:
         try:
             archive = zipfile.ZipFile(cast(BinaryIO, View(file, record.offset, record.length)))
-            has_checksums = any(
-                entry.CRC for entry in archive.infolist()
-            )  # torch can be told to leave them out
+            # torch can be told to leave them out
+            has_checksums = any(entry.CRC for entry in archive.infolist())
             bad = archive.testzip() if has_checksums else None
         except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, OSError, struct.error) as error:
             raise DamagedFileError(f"is no file of torch.save any more ({error})") from None

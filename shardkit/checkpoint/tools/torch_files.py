@@ -16,8 +16,8 @@ import torch
 from ...layout import whole_box
 from ...torch_seams.tensors import contiguous_strides
 from ...types import Tree
+from ..files.data_pickle import LOOKING, STORAGES, Storage
 from ..files.loading import LOCAL, Damage, Reading, View, guarded, load, load_data
-from ..files.rebuilding import LOOKING, STORAGES, Storage
 from ..format.metadata import dotted
 from .stored import FilePlace, Path, StoredPart, StoredTensor, in_memory, mapped
 

@@ -25,10 +25,10 @@ from torch.utils.flop_counter import flop_registry
 
 from shardkit.backend import DONE, Copy, ReduceOp, Work
 from shardkit.backends.c10d.group import PIECE, ReduceScatterPlan
-from shardkit.backends.eager import ImaginedBackend, ImaginedGroup
+from shardkit.backends.eager import Host, ImaginedGroup
 
 from ...errors import ConfigurationError
-from ...types import Args, Kwargs, Tree
+from ...types import Args, Kwargs, ProcessGroup, Tree
 
 _aten = torch.ops.aten
 _ATTENTION = {  # matrix products, each as large as all queries by all keys; what meta tensors run: see as_on_devices
@@ -242,7 +242,7 @@ class CountingGroup(ImaginedGroup):
         return work
 
 
-class CountingBackend(ImaginedBackend):
+class CountingBackend(Host):
     """Serves meta tensors.
 
     Args:
@@ -255,13 +255,22 @@ class CountingBackend(ImaginedBackend):
     """
 
     name = "counting"
+    device_type = (
+        "meta"  # device() is the host: what ranks tell each other has values, which no other rank changes
+    )
 
     def __init__(
         self, world_size: int, rank: int = 0, resized: Resized | None = None, on_host: bool = False
     ) -> None:
-        self.counted = self._group = CountingGroup(self, world_size, rank, on_host)
+        self.counted = CountingGroup(self, world_size, rank, on_host)
         self._note = resized or (lambda tensor: None)
         self.pinned_storages: set[int] = set()
+
+    def is_available(self) -> bool:
+        return True
+
+    def group(self, process_group: ProcessGroup = None) -> CountingGroup:
+        return self.counted
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(numel, dtype=dtype, device="meta")
@@ -275,10 +284,6 @@ class CountingBackend(ImaginedBackend):
     def copy_up(self, out: torch.Tensor, tensor: torch.Tensor, *, at_once: bool = False) -> Copy:
         tape = self.counted.tape
         return DONE if tape is None else tape.issue("copy_up", out.nbytes, after=-1 if at_once else None)
-
-    def device(self) -> torch.device:
-        """Tells where that is made which ranks tell each other: it has values, which no other rank changes."""
-        return torch.device("cpu")
 
     def take_storage(self, tensor: torch.Tensor) -> None:
         super().take_storage(tensor)
