@@ -104,12 +104,9 @@ class ModelState:
                 copies = self.copies_of(flat, number) if shape.numel() else (0,)
                 found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
         modules = list(self.module.named_modules(remove_duplicate=False))
-        extras = (
-            (name_at(path, EXTRA), m.get_extra_state())
-            for path, m in modules
-            if type(m).get_extra_state is not nn.Module.get_extra_state
-        )
-        for name, value in [*buffers_of(modules), *extras]:
+        extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
+        given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
+        for name, value in [*buffers_of(modules), *given]:
             found[name] = self._leaf(name, value, of_first=True)
         return found
 

@@ -82,11 +82,10 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
         else:
             own = [] if flat.param.grad is None else [flat.param.grad]
         gradients += own
-        mesh = mesh_of(flat.originals)
-        dims = () if mesh is None else range(mesh.ndim)
         # the ranks that it is divided over, then those of each dimension that tensor parallelism cuts over
-        cut_over = [flat.group.backend.group(mesh.get_group(dim)) for dim in dims if mesh is not None]
-        groups = flat.group, *cut_over
+        groups, mesh = [flat.group], mesh_of(flat.originals)
+        if mesh is not None:
+            groups += [flat.group.backend.group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
         portion = by_groups.setdefault(tuple(g.ranks for g in groups), Portion([], groups))
         portion.gradients.extend(_that_count(flat, own, norm_type))
     portions = [*by_groups.values()]

@@ -362,8 +362,7 @@ class SkipOutOfMemory:
                 f"it.{found}"
             )
         if self.rank is None:
-            self._in_a_row = 0
-            calls, last = self._calls, self._last
+            calls, last, self._in_a_row = self._calls, self._last, 0
             is_known = not calls.other and last is not None and last.calls == calls.calls
             self._known, self._last = calls if is_known else None, calls
         else:

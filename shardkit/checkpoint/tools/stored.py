@@ -102,7 +102,7 @@ class StoredTensor:
 
     def _filled(self, rows: Box, compares: bool) -> torch.Tensor:
         held = sum(part.box.numel for part in self.parts)
-        if held < self.numel:  # parts could leave elements out that nobody has written
+        if held < self.numel:  # nobody has written the others
             raise DamagedFileError(
                 f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
                 "missing, or were not written to the end. Take an earlier checkpoint"
