@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -389,15 +389,12 @@ class DevicePool(_ChildPool):
             if name == "start_timeout" and len([*folder.glob("started-*")]) >= self.world_size:
                 began, name, limit = time.monotonic(), "timeout", self.timeout
             if limit is not None and time.monotonic() - began >= limit:
-                stacks = "\n".join(self._stacks_in(folder))
+                _signal_group(self._process, signal.SIGUSR1)
+                time.sleep(_STACKS)
+                files = sorted(folder.glob("rank-*"))
+                stacks = "\n".join(f"{file.name}:\n{file.read_text()[-_MOST:]}" for file in files)
                 text = f"no answer after {limit:g} s ({name}={limit:g})\n{stacks}"
                 raise RankFailedError(0, "TimeoutError", text)
-
-    def _stacks_in(self, folder: Path) -> Iterator[str]:
-        _signal_group(self._process, signal.SIGUSR1)
-        time.sleep(_STACKS)
-        for file in sorted(folder.glob("rank-*")):
-            yield f"{file.name}:\n{file.read_text()[-_MOST:]}"
 
     def _death(self) -> tuple[str, str]:
         return "ProcessExited", "the process that starts the ranks ended; its output says why"

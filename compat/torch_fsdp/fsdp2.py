@@ -11,10 +11,8 @@ Trainers that call torch's ``fully_shard`` run unchanged then. FSDPModule and th
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -23,31 +21,20 @@ from torch import nn
 
 from shardkit import fsdp as ours
 from shardkit.backend import backend_of_job
-from shardkit.compat import install_in_children
-from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.errors import ConfigurationError
+from shardkit.fsdp import register_fsdp_forward_method
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.dtensors import mesh_over
-from shardkit.types import AnyCallable, Kwargs, Tree
+from shardkit.types import Tree
+
+from .served import Served
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
-_torchs: Kwargs = {
-    name: vars(theirs)[name]
-    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
-    if name in vars(theirs)
-}
-# where torch itself has them; whoever else has them already keeps them, and is told so
-_HOMES = (
-    "torch.distributed.fsdp",
-    "torch.distributed.fsdp._fully_shard",
-    "torch.distributed.fsdp._fully_shard._fully_shard",
-    "torch.distributed._composable.fsdp",
-    "torch.distributed._composable.fsdp.fully_shard",
-    "torch.distributed.pipelining.stage",
-)
+__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
-@functools.wraps(_torchs["fully_shard"])
+@functools.wraps(theirs.fully_shard)
 def fully_shard(module: M, **arguments: Tree) -> M:
     """Shards as :func:`shardkit.fully_shard` with ``dtensors=True``, whatever torch's arguments are.
 
@@ -74,74 +61,5 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def install() -> None:
-    """Makes torch's ``fully_shard`` and what belongs to it shardkit's from here on, in spawned processes too.
-
-    Programs started anew, such as torchrun's ranks, install it themselves (``torchrun -m shardkit run-as-fsdp2
-    train.py``). A second call changes nothing.
-
-    Raises:
-        LifecycleError: a module that is no part of torch has imported torch's function already.
-    """
-    if is_installed():
-        return
-    for name, module in list(sys.modules.items()):
-        has = isinstance(module, ModuleType) and vars(module).get("fully_shard") is _torchs["fully_shard"]
-        if has and name.partition(".")[0] != "torch":
-            raise LifecycleError(
-                f"{name} has imported torch's fully_shard already, and keeps it; call shardkit.torch_fsdp2.install() "
-                "before the first import of what calls it"
-            )
-    _replace(_OURS)
-    if importlib.util.find_spec("accelerate") is not None:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState.__init__ = _with_plugin_on_cpus(AcceleratorState.__init__)
-    install_in_children(__name__)
-
-
-def uninstall() -> None:
-    """Ends what :func:`install` began. What has been sharded or imported meanwhile stays what it is."""
-    if is_installed():
-        _replace(_torchs)
-        if "accelerate.state" in sys.modules:
-            from accelerate.state import AcceleratorState
-
-            begin = AcceleratorState.__init__
-            AcceleratorState.__init__ = getattr(begin, "__wrapped__", begin)
-        install_in_children(__name__, False)
-
-
-def _with_plugin_on_cpus(begin: AnyCallable) -> AnyCallable:
-    """Makes accelerate take its plug-in for FSDP2 where ranks are CPUs, too: it would take DDP there, in silence."""
-
-    @functools.wraps(begin)
-    def begin_with_plugin(self: Tree, *args: Tree, fsdp_plugin: Tree = None, **kwargs: Tree) -> None:
-        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == "MULTI_CPU" and fsdp_plugin is not None and fsdp_plugin.fsdp_version == 2:
-            from accelerate.state import DistributedType, PartialState
-
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-            # from where it is read each time
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            if self.mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self.mixed_precision)
-
-    return begin_with_plugin
-
-
-def is_installed() -> bool:
-    """Says whether torch's ``fully_shard`` is shardkit's."""
-    return vars(theirs)["fully_shard"] is fully_shard
-
-
-def _replace(by: Kwargs) -> None:
-    known = [*_torchs.values(), *_OURS.values()]
-    for home in _HOMES:
-        module = sys.modules.get(home)
-        for name in _torchs if module is not None else ():
-            if any(vars(module).get(name) is one for one in known):
-                setattr(module, name, by[name])
-
-
-_OURS: Kwargs = {name: globals().get(name, getattr(ours, name, None)) for name in _torchs}
+_served = Served("shardkit.torch_fsdp2", 2, {theirs: sys.modules[__name__]})
+install, uninstall, is_installed = _served.install, _served.uninstall, _served.is_installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ from shardkit.fsdp.flat_param import FlatParam, Registered
 from shardkit.fsdp.forward import cast_inputs
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import (
+    WRAPPED,
     Ignored,
     Options,
     ShardingState,
@@ -51,13 +53,14 @@ from shardkit.fsdp.state import (
     plain_name,
     summoned,
 )
-from shardkit.fsdp.state_dict import gather_parts, parameters_of
+from shardkit.fsdp.state_dict import follow_shards, gather_parts, parameters_of
 from shardkit.fsdp.store import put_together
-from shardkit.fsdp.wrapper import Door
+from shardkit.fsdp.wrapper import Door, UnitModule
 from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
 from shardkit.optimizer_state.forms import (
     Form,
+    Held,
     Source,
     from_rank_0,
     from_state,
@@ -65,10 +68,12 @@ from shardkit.optimizer_state.forms import (
     shard_by_name,
 )
 from shardkit.optimizer_state.slots import Slot
+from shardkit.oss import OSS
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.torch_seams.tensors import move_buffers
+from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree
 from shardkit.wrapping.policies import adapt_policy
@@ -160,6 +165,8 @@ class FullyShardedDataParallel(StandIn):
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._settings = checked(StateDictType.FULL_STATE_DICT, None, None)
         self.register_load_state_dict_pre_hook(gather_loaded)
+        if use_orig_params:
+            follow_at_first_call(self)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
         """Gives the module start values where it is to be, and shards it."""
@@ -216,6 +223,19 @@ class FullyShardedDataParallel(StandIn):
     _use_orig_params = property(lambda self: not self._state.options.flatten)
 
     @property
+    def _has_params(self) -> bool:
+        """Tells accelerate, which casts weights to fp32 under mixed precision, whether it would find any to cast."""
+        listed = [listing.param for listing in self._state.listings]
+        return any(p.requires_grad and p.dtype != torch.float32 for p in listed)
+
+    @property
+    def _flat_param(self) -> NoReturn:
+        raise ConfigurationError(
+            "torch's private flat parameter is asked for, to cast trainable weights to fp32 under mixed precision; "
+            "load the model in fp32 (dtype=torch.float32): mixed precision computes in half precision all the same"
+        )
+
+    @property
     def process_group(self) -> ProcessGroup:
         """Returns the group to shard over, as it was passed, or as torch knows it."""
         passed = self._passed_group.value
@@ -239,6 +259,24 @@ class FullyShardedDataParallel(StandIn):
     _assert_state = StandIn.assert_state
 
     # ------------------------------------------------------------ names
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Lists as torch's the wrapped module: names made on the way down are those of :meth:`named_parameters`.
+
+        transformers' Trainer sorts parameters for weight decay by such names.
+        """
+        return iter([(WRAPPED, self.module)]) if self._use_orig_params else super().named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """Lists what is there, to be moved and to be set to training."""
+        return iter([self._fsdp_wrapped_module])
+
+    def __setattr__(self, name: str, value: Tree) -> None:
+        """Sets the wrapped module where torch's has it: activation checkpointing puts itself around it."""
+        if name == WRAPPED and not isinstance(value, UnitModule):
+            self._fsdp_wrapped_module._fpw_module = value
+        else:
+            super().__setattr__(name, value)
+
     def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:
         """Lists names as torch's: what wrapping added is in them, but not inside of ``summon_full_params``."""
         for name, param in super().named_parameters(*args, **kwargs):
@@ -688,6 +726,27 @@ def _keep(listing: Registered) -> None:
     gradient.copy_(own.view(gradient.shape))
 
 
+# ------------------------------------------------------------ optimizers made before
+def follow_at_first_call(unit: FullyShardedDataParallel) -> None:
+    """Leads optimizers of the model as it was to its shards, once it is called: with ``use_orig_params`` torch's serve.
+
+    Those that have stepped before are left alone; their next step is refused.
+    """
+
+    def follow(unit: nn.Module, _: object) -> None:
+        del unit._forward_pre_hooks[hook.id]  # a copy of the unit has its own under the same number
+        if not isinstance(unit, FullyShardedDataParallel) or unit._state.is_root is False:
+            return  # inside of one that has been called
+        flats = {*unit._state.all_flats()}
+        for found in gc.get_objects():
+            if issubclass(type(found), Optimizer) and not isinstance(found, OSS | WholeParameters):
+                own = [p for g in found.param_groups for p in g["params"] if managing(p) in flats]
+                if own and not any(found.state.get(p) for p in own):
+                    follow_shards(found)
+
+    hook = unit.register_forward_pre_hook(follow)
+
+
 # ------------------------------------------------------------ optimizer state
 def _first_of(model: nn.Module) -> tuple[FullyShardedDataParallel, StateDictSettings]:
     """Returns the outermost unit of a model, and the settings of all."""
@@ -716,14 +775,20 @@ def _part(model: nn.Module, optim: Optimizer, groups: Iterable[ParamGroup], sour
     named = [
         {**g, "params": [plain_name(n) if isinstance(n, str) else n for n in g["params"]]} for g in groups
     ]
-    return shard_by_name(parameters_of(model, optim), optim, named, source)
+    return shard_by_name(_parameters_of(model, optim), optim, named, source)
 
 
 def _gathered(
     model: nn.Module, optim: Optimizer, state: StateDict | None, form: Form, keep: bool = True
 ) -> StateDict:
     saved = optim.state_dict() if state is None else state
-    return gather_by_name(parameters_of(model, optim), optim, saved, form, keep)
+    return gather_by_name(_parameters_of(model, optim), optim, saved, form, keep)
+
+
+def _parameters_of(model: nn.Module, optim: Optimizer) -> dict[int, Held]:
+    if _first_of(model)[0]._use_orig_params:
+        follow_shards(optim)
+    return parameters_of(model, optim)
 
 
 def _full(

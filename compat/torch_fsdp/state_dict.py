@@ -38,6 +38,9 @@ __all__ = [
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
+# as they are before :func:`shardkit.torch_fsdp.install` serves those below in their places
+torchs = {name: vars(theirs)[name] for name in __all__ if name != "StateDictOptions"}
+
 
 def _is_ours(
     model: nn.Module, options: StateDictOptions | None, submodules: set[nn.Module] | None = None
@@ -75,7 +78,7 @@ def get_model_state_dict(
 ) -> StateDict:
     """Returns torch's: DTensors, or full values by ``full_state_dict`` (with ``cpu_offload`` on rank 0 alone)."""
     if not _is_ours(model, options, submodules):
-        return theirs.get_model_state_dict(model, submodules=submodules, options=options)
+        return torchs["get_model_state_dict"](model, submodules=submodules, options=options)
     with _as(model, options or StateDictOptions()):
         return {plain_name(name): value for name, value in model.state_dict().items()}
 
@@ -89,7 +92,7 @@ def get_optimizer_state_dict(
 ) -> StateDict:
     """Returns the same for optimizers, by names. One that never stepped gives what its first step would make."""
     if not _is_ours(model, options, submodules):
-        return theirs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+        return torchs["get_optimizer_state_dict"](model, optimizers, submodules=submodules, options=options)
     found: StateDict = {"state": {}, "param_groups": []}
     with _as(model, options or StateDictOptions()):
         for optimizer in _all(optimizers):
@@ -124,7 +127,7 @@ def set_model_state_dict(
     """Loads what :func:`get_model_state_dict` gave, at any world size, or one process's state dict."""
     options = options or StateDictOptions()
     if not _is_ours(model, options) or options.broadcast_from_rank0:
-        return theirs.set_model_state_dict(model, model_state_dict, options=options)
+        return torchs["set_model_state_dict"](model, model_state_dict, options=options)
     return model.load_state_dict(model_state_dict, strict=options.strict)
 
 
@@ -138,7 +141,7 @@ def set_optimizer_state_dict(
     """Does the same for optimizers; with ``broadcast_from_rank0`` only the first rank's counts."""
     options = options or StateDictOptions()
     if not _is_ours(model, options):
-        return theirs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        return torchs["set_optimizer_state_dict"](model, optimizers, optim_state_dict, options=options)
     for optimizer in _all(optimizers):
         if options.broadcast_from_rank0:
             part = FSDP.scatter_full_optim_state_dict(optim_state_dict, model, optim=optimizer)

@@ -103,16 +103,12 @@ class ModelState:
                 shape = flat.originals[number].shape
                 copies = self.copies_of(flat, number) if shape.numel() else (0,)
                 found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
-        for name, value in self._buffers_and_extras():
+        modules = list(self.module.named_modules(remove_duplicate=False))
+        extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
+        given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
+        for name, value in [*buffers_of(modules), *given]:
             found[name] = self._leaf(name, value, of_first=True)
         return found
-
-    def _buffers_and_extras(self) -> Iterator[tuple[str, object]]:
-        modules = list(self.module.named_modules(remove_duplicate=False))
-        yield from buffers_of(modules)
-        for path, m in modules:
-            if type(m).get_extra_state is not nn.Module.get_extra_state:
-                yield name_at(path, EXTRA), m.get_extra_state()
 
     def _leaf(self, name: str, value: object, of_first: bool = False) -> Leaf | Fixed:
         if not isinstance(value, torch.Tensor):

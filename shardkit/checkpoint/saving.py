@@ -112,7 +112,8 @@ class Save:
     # ------------------------------------------------------------ before anything is written
     def begin(self, collect: Callable[[], Collected]) -> None:
         """Finds out what there is to write, and that all ranks are in this (collective)."""
-        _, earlier = attempt(lambda: join_earlier(self.ranks.rank))
+        before = _running.pop(self.ranks.rank, None)  # this rank's earlier save
+        _, earlier = (None, None) if before is None else attempt(before.wait)
         collected, problem = attempt(lambda: self._collect(collect)) if earlier is None else (None, None)
         facts = "" if collected is None else repr(_facts(collected, self.ranks))
         digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -440,13 +441,6 @@ def wait_for_earlier(rank: int) -> None:
     handle = _running.get(rank)
     if handle is not None and handle._thread is not None:
         handle._thread.join()
-
-
-def join_earlier(rank: int) -> None:
-    """Waits for this rank's earlier save."""
-    handle = _running.pop(rank, None)
-    if handle is not None:
-        handle.wait()
 
 
 PATIENCE = 600.0  # seconds without a byte from any rank, until a save is given up

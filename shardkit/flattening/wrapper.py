@@ -28,7 +28,6 @@ from ..types import IncompatibleKeys, Memo, SavedState, StateDict, Tree
 from .flat_parameter import (
     WRAPPED,
     FlatParameter,
-    FoundParams,
     ParamGroups,
     ParamInfo,
     SharedParamInfo,
@@ -93,7 +92,12 @@ class FlattenParamsWrapper(nn.Module):
         found = [f for group in as_groups(param_list, module) if (f := find_params(self, group)).params]
         self.num_params_managed = sum(len(f.params) for f in found)
         self.flat_param_names = flat_names(flat_param_names, len(found))
-        self._flatten_params([self._make_flat_param(f) for f in found])
+        for group in found:
+            check_uniform(group)
+            flat_param = FlatParameter(group.params, group.params[0].requires_grad)
+            flat_param._param_infos, flat_param._shared_param_infos = group.infos, group.shared_infos
+            self.flat_params.append(flat_param)
+        self._flatten_params(self.flat_params)
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -127,14 +131,6 @@ class FlattenParamsWrapper(nn.Module):
         return chain.from_iterable(p._shared_param_infos for p in self.flat_params)
 
     # -------------------------------------------------------- flattening; subclasses that shard override these
-    def _make_flat_param(self, found: FoundParams) -> FlatParameter:
-        """Returns the flat parameter of one group."""
-        check_uniform(found)
-        flat_param = FlatParameter(found.params, found.params[0].requires_grad)
-        flat_param._param_infos = found.infos
-        flat_param._shared_param_infos = found.shared_infos
-        return flat_param
-
     def _flatten_params(self, flat_params: list[FlatParameter]) -> None:
         """Registers the flat parameters in place of their original parameters, which become views."""
         self.flat_params = flat_params
@@ -172,11 +168,6 @@ class FlattenParamsWrapper(nn.Module):
             setattr(module, name, value)
         for _, _, module, name, there, there_name in self._shared_param_infos:
             setattr(module, name, getattr(there, there_name))
-
-    def _drop_views(self) -> None:
-        """Takes the views away; see [Note: three states of an original parameter]."""
-        self._put([None] * len(list(self._param_infos)))
-        self._fpw_module.__dict__.pop("_unflattened_param_views", None)
 
     @contextlib.contextmanager
     def unflatten_params(self, flat_params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
@@ -273,8 +264,9 @@ class FlattenParamsWrapper(nn.Module):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         flattened = self.is_flattened
-        if flattened:
-            self._drop_views()
+        if flattened:  # without views; see [Note: three states of an original parameter]
+            self._put([None] * len(list(self._param_infos)))
+            self._fpw_module.__dict__.pop("_unflattened_param_views", None)
         try:
             # Only object's own __getstate__ is missing in Python 3.10.
             state = self.__getstate__() if "__getstate__" in dir(type(self)) else self.__dict__

@@ -65,7 +65,7 @@ from .originals import (
     register,
     take_out,
 )
-from .own_forms import ExtendedParameter, PackedWeight, is_extended, is_packable, no_values
+from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
@@ -274,7 +274,7 @@ def _kind_of(
         return functools.partial(SplitParameter, whole=whole)
     if whole is not None and (noted := whole.annotation(name, param)) is not None:
         return functools.partial(AnnotatedParameter, noted=noted)
-    return ExtendedParameter if is_extended(param) else OriginalParameter
+    return extension_of(param) or OriginalParameter
 
 
 def alike(found: Found) -> list[list[OriginalParameter]]:

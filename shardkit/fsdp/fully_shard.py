@@ -34,7 +34,7 @@ from .forward import (
     leave,
 )
 from .originals import check_asker
-from .own_forms import is_extended
+from .own_forms import extension_of
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of, units_in
 from .state_dict import begin_loading, detach_entries
 from .submodule_api import collect_in_place
@@ -170,7 +170,7 @@ def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], d
     Args:
         units: those of each, and of what is inside.
     """
-    may_list = (lambda p: is_dtensor(p) or is_extended(p)) if dtensors else None
+    may_list = (lambda p: is_dtensor(p) or extension_of(p) is not None) if dtensors else None
     for k, (module, inside) in enumerate(zip(modules, units, strict=True)):
         if inside and inside[0].door is module:
             raise ConfigurationError(

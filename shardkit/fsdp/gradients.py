@@ -765,7 +765,7 @@ class RefuseSteps:
 
     def note(self, local: StepCheck) -> None:
         """Notes that its gradients may wait."""
-        take_part(self)
+        take_part(self, refuses=True)
         with self._lock:
             self._waiting.add(local)
 

@@ -18,6 +18,7 @@ before it travels, quantized weights) is cut by its own operations, as FSDP2 cut
 over this rank's part, of that class, and there is no shard in memory. Before each gather the part says what travels,
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
+A frozen parameter of a class that says no more than which tensors it is made of travels as the rows of these.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
@@ -38,6 +40,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
+from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.tensors import contiguous_strides, parts_with_memory
 from ..types import Tree
 from .originals import (
@@ -264,6 +267,7 @@ class Extended(Store):
         return self._flat.param.data
 
     def attach(self) -> None:
+        self._versions = []  # others, where they were summoned
         self._give_back()
 
     def show(self, values: torch.Tensor) -> None:
@@ -335,7 +339,6 @@ class Extended(Store):
             if o.param._version != v + 1
         ]
         if flat.written:
-            self._versions = []
             self.attach()
             raise written_original(flat)
 
@@ -382,12 +385,16 @@ class ExtendedParameter(OriginalParameter):
         for tensor in [] if whole.is_meta else list(parts_with_memory(whole)):
             for sender in senders:
                 sender.channel("buffers").broadcast(tensor, 0, label="parameters of rank 0")
-        chunks = torch.chunk(whole, group.world_size)
-        rows = chunks[group.rank].size(0) if group.rank < len(chunks) else 0
-        self.part = whole.new_zeros(chunks[0].size()).narrow(0, 0, rows)
-        if rows:
-            self.part.copy_(chunks[group.rank])
+        self.part = self._rows_of(whole, group.rank, group.world_size)
         self.replace(torch.empty(0, dtype=whole.dtype, device=whole.device))
+
+    def _rows_of(self, whole: Tree, rank: int, world_size: int) -> Tree:
+        chunks = torch.chunk(whole, world_size)
+        rows = chunks[rank].size(0) if rank < len(chunks) else 0
+        part = whole.new_zeros(chunks[0].size()).narrow(0, 0, rows)
+        if rows:
+            part.copy_(chunks[rank])
+        return part
 
     def inputs(self) -> Sequence[torch.Tensor]:
         """Returns the tensors of this rank's part that travel."""
@@ -405,14 +412,11 @@ class ExtendedParameter(OriginalParameter):
         """Makes the parameter of what has arrived; the first time it becomes another object."""
         flat = [next(arrived) for _ in self._shapes]
         outputs = tuple(t.view(-1, *shape[1:]) for t, shape in zip(flat, self._shapes, strict=True))
-        after = self.part.fsdp_post_all_gather
         if self.memory:
             self.param.__class__ = self.kind
-            with _keeping_versions(self.param):
-                after(outputs, self._metadata, dtype, out=self.param)
+            self._made(outputs, dtype, out=self.param)
             return
-        made, inner = after(outputs, self._metadata, dtype)
-        made = torch.as_strided(made, self.shape, contiguous_strides(self.shape), 0)
+        made, inner = self._made(outputs, dtype)
         before, self.param = self.param, nn.Parameter(made, requires_grad=self.param.requires_grad)
         self.param._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
         self.kind = GatheredParameter if type(self.param) is nn.Parameter else type(self.param)
@@ -421,12 +425,57 @@ class ExtendedParameter(OriginalParameter):
             module.__dict__[name] = self.param
         self.memory = [*{t.untyped_storage()._cdata: t for t in (*flat, *inner)}.values()]
 
+    def _made(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **into: torch.Tensor) -> Tree:
+        """Returns the parameter's values, and the memory that they take besides; ``into`` another one nothing."""
+        after = self.part.fsdp_post_all_gather
+        with _keeping_versions((*into.values(),)):
+            made = after(outputs, self._metadata, dtype, **into)
+        return (
+            made
+            if into
+            else (torch.as_strided(made[0], self.shape, contiguous_strides(self.shape), 0), made[1])
+        )
+
+
+@final
+class FrozenParts(ExtendedParameter):
+    """A frozen parameter whose class is made of tensors of as many rows (torchao's weights of int8): these travel."""
+
+    beside = "is made of several tensors"
+
+    def _rows_of(self, whole: Tree, rank: int, world_size: int) -> Tree:
+        self._names, self._facts = whole.__tensor_flatten__()
+        self._size = -(-self.shape[0] // world_size)
+        rows = range(self.shape[0])[rank * self._size : (rank + 1) * self._size]
+        return self._of(*(getattr(whole, name)[rows.start : rows.stop].clone() for name in self._names))
+
+    def _of(self, *parts: torch.Tensor) -> Tree:
+        shape = torch.Size((len(parts[0]), *self.shape[1:]))
+        parts_of = dict(zip(self._names, parts, strict=True))
+        return type(self.part).__tensor_unflatten__(parts_of, self._facts, shape, contiguous_strides(shape))
+
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """Returns them with rows of zeros, where ranks don't divide rows."""
+        sent = [getattr(self.part, name) for name in self._names]
+        sent = [torch.cat([t, t.new_zeros(self._size - len(t), *t.shape[1:])]) for t in sent]
+        self._shapes = [t.shape for t in sent]
+        return sent
+
+    def _made(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **into: torch.Tensor) -> Tree:
+        return self._of(*(output[: self.shape[0]] for output in outputs)), ()
+
 
 def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
     """Stands for a shard [S] that is not in memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(numel)
 
 
-def is_extended(param: nn.Parameter) -> bool:
-    """Whether its class says what is gathered of it."""
-    return hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
+def extension_of(param: Tree) -> type[ExtendedParameter] | None:
+    """Returns the kind of a parameter whose class says what is gathered of it, or shows it; None of others."""
+    if hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather"):
+        return ExtendedParameter
+    if param.requires_grad or is_dtensor(param) or not is_traceable_wrapper_subclass(param):
+        return None
+    parts = [getattr(param, name) for name in param.__tensor_flatten__()[0]]
+    are_rows = all(type(part) is torch.Tensor and part.shape[:1] == param.shape[:1] for part in parts)
+    return FrozenParts if are_rows else None

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Group
 from ..checks import objects_of
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.forms import gather_by_id, shard_by_id
@@ -83,7 +82,10 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
         else:
             own = [] if flat.param.grad is None else [flat.param.grad]
         gradients += own
-        groups = _spread_over(flat)
+        # the ranks that it is divided over, then those of each dimension that tensor parallelism cuts over
+        groups, mesh = [flat.group], mesh_of(flat.originals)
+        if mesh is not None:
+            groups += [flat.group.backend.group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
         portion = by_groups.setdefault(tuple(g.ranks for g in groups), Portion([], groups))
         portion.gradients.extend(_that_count(flat, own, norm_type))
     portions = [*by_groups.values()]
@@ -92,13 +94,6 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     in_order = root.options.reduce.order is not None
     like = _like(root, everything)
     return clip_by_global_norm(portions, gradients, like, max_norm, norm_type, in_order=in_order)
-
-
-def _spread_over(flat: FlatParam) -> tuple[Group, ...]:
-    """The ranks that it is divided over, then those of each dimension of the mesh that tensor parallelism cuts over."""
-    mesh = mesh_of(flat.originals)
-    dims = () if mesh is None else range(mesh.ndim)
-    return flat.group, *(flat.group.backend.group(mesh.get_group(dim)) for dim in dims if mesh is not None)
 
 
 def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:

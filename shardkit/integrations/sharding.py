@@ -75,9 +75,8 @@ class Sharding:
         """
         if callable(self.units):
             return [m for m in model.modules() if self.units(m)]
-        named: list[type[nn.Module] | str] = list(
-            _not_to_be_split(model) if self.units is None else self.units
-        )
+        unsplit = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+        named: list[type[nn.Module] | str] = list(sorted(unsplit) if self.units is None else self.units)
         if not named:
             return [] if self.units is not None else list(_layers(model))
         found = [m for m in model.modules() if type(m) in named or type(m).__name__ in named]
@@ -88,10 +87,6 @@ class Sharding:
                 f"units={names}: the model has no such modules. It has {', '.join(there[:20])}"
             )
         return found
-
-
-def _not_to_be_split(model: nn.Module) -> list[str]:
-    return sorted({name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()})
 
 
 def _layers(model: nn.Module) -> Iterable[nn.Module]:

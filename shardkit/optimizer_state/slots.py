@@ -263,7 +263,15 @@ class Slot:
                 for span in self.spans:
                     found[span.name][key] = self._piece(span, value)
             else:
-                self._check_number(key, value)
+                many = isinstance(value, torch.Tensor) and value.numel() != 1
+                if self.is_shard and (many or isinstance(value, dict | list | tuple)):
+                    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+                    raise ConfigurationError(
+                        f"optimizer state {key!r} of the shard of {', '.join(self.names[:3])} is a "
+                        f"{type(value).__name__}{shape}, neither laid out as the shard ({tuple(self.param.shape)}) "
+                        "nor one number: what it says of which parameter is not known here. Use "
+                        "shardkit.WholeParameters for this optimizer, whose state is kept by whole parameters"
+                    )
                 for span in self.spans:
                     if span.answers:
                         found[span.name][key] = self._whole(key, value)
@@ -280,17 +288,6 @@ class Slot:
         if is_traceable_wrapper_subclass(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
             refuse_class(f"optimizer state {key!r} of {self.names[0]}", value)
         return whole(value, self.copies)
-
-    def _check_number(self, key: str, value: object) -> None:
-        many = isinstance(value, torch.Tensor) and value.numel() != 1
-        if self.is_shard and (many or isinstance(value, dict | list | tuple)):
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            raise ConfigurationError(
-                f"optimizer state {key!r} of the shard of {', '.join(self.names[:3])} is a {type(value).__name__}"
-                f"{shape}, neither laid out as the shard ({tuple(self.param.shape)}) nor one number: what it says of "
-                "which parameter is not known here. Use shardkit.WholeParameters for this optimizer, whose state is "
-                "kept by whole parameters"
-            )
 
     # ------------------------------------------------------------ what is to come
     def is_cut(self, key: str, span: Span, shape: torch.Size) -> bool:

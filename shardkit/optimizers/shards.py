@@ -131,21 +131,25 @@ class StepPart(Protocol):
 
 _parts: list[StepPart] = []
 _last: list[StepPart] = []  # the end of these: before an update after all others, and undone before them
+_refusing: list[StepPart] = []  # not asked before a closure, which may bring what they miss
 _registered: list[object] = []
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
-def take_part(part: StepPart, *, last: bool = False) -> None:
+def take_part(part: StepPart, *, last: bool = False, refuses: bool = False) -> None:
     """Has it called in every step from now on; once, however often it is asked for.
 
     Args:
         last: after all others, who find the groups as the program knows them.
+        refuses: it only looks at gradients, so that a step with a closure is none of its business before that has run.
     """
     with _lock:
         if not _registered:
             _registered.append(register_optimizer_step_pre_hook(_before))
             _registered.append(register_optimizer_step_post_hook(_after))
         if part not in _parts:
+            if refuses:
+                _refusing.append(part)
             if last:
                 _last.append(part)
                 _parts.append(part)
@@ -155,14 +159,17 @@ def take_part(part: StepPart, *, last: bool = False) -> None:
 
 @not_compiled
 def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Tree:
-    for part in _parts:
-        part.before(optimizer)
     # args begins with the optimizer itself
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], _with_parts(optimizer, args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _with_parts(optimizer, kwargs["closure"])}
-    return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    for part in _parts:
+        if not (part in _refusing and callable(closure)):
+            part.before(optimizer)
+    if not callable(closure):
+        return None
+    evaluated = _with_parts(optimizer, closure)
+    if len(args) > 1:
+        return (args[0], evaluated, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluated}
 
 
 @not_compiled

@@ -579,7 +579,7 @@ class GradientExchange:
         for p in self._watched:
             if not p.requires_grad:
                 p.grad = None  # a stale gradient would still move a frozen parameter
-        means = self._means()
+        means = {p for part in self._to_owners() for p in part.means()}
         self._build()
         self.adopt_means(means)
 
@@ -588,9 +588,6 @@ class GradientExchange:
         for part in (self._reducer, *self._parts):
             if isinstance(part, Reducer | SparseReducer):
                 yield part
-
-    def _means(self) -> set[nn.Parameter]:
-        return {p for part in self._to_owners() for p in part.means()}
 
     def adopt_means(self, params: set[nn.Parameter]) -> None:
         """Notes whose gradients, that came from elsewhere, are means over ranks already."""

@@ -42,8 +42,8 @@ from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from . import state as oss_state
-from .placement import MASTER, dtype_of_update, placement_for
-from .segments import FlatSegment
+from .placement import placement_for
+from .segments import MASTER, FlatSegment, dtype_of_update
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,7 +115,8 @@ class OSS(Optimizer):
         check_one_device(self._parameters())
         self.group = group = group_of(mesh, group)
         self._backend = backend_for(self._parameters(), backend)
-        if masters and self._backend.even_shards_only:
+        one_program = self._backend.even_shards_only
+        if masters and one_program:
             self._update_dtype = torch.float32
         elif masters:
             optim = with_masters(optim)
@@ -136,14 +137,7 @@ class OSS(Optimizer):
             raise ConfigurationError(
                 "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
             )
-        chosen = placement_for(
-            optim,
-            self._backend.even_shards_only,
-            self._update_dtype,
-            self._kind_of_segments,
-            sends_changes,
-            masters,
-        )
+        chosen = placement_for(optim, one_program, self._update_dtype, self._kind_of_segments, sends_changes)
         self.placement = chosen(self._group, self._owner, broadcast_dtype)
         self._assign_owners()
         options = option_facts(

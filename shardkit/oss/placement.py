@@ -33,18 +33,11 @@ from ..torch_seams.tensors import alike, strided_view
 from ..tracing.ranges import Ranges
 from ..tracing.tracer import training_begins
 from ..types import Kwargs, ParamGroup, StateDict, Tree
-from .segments import FlatSegment
+from .segments import MASTER, FlatSegment
 
 Closure = Callable[[], Tree]
 State = StateDict
 logger = logging.getLogger("shardkit")
-MASTER = "master"  # the key of masters in the state of their parameters
-
-
-def dtype_of_update(param: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that a parameter is updated in, which is also that of its state."""
-    is_narrow = param.is_floating_point() and param.dtype.itemsize == 2
-    return torch.float32 if is_narrow else param.dtype
 
 
 class Placement(ABC):
@@ -354,7 +347,6 @@ class InSegments(Placement):
     Args:
         update_dtype: what is updated is a copy of this dtype; None for the parameters' own.
         kind: of the segments.
-        saves_masters: the copies are of parameters of 16 bits alone, and state of these.
     """
 
     def __init__(
@@ -364,10 +356,9 @@ class InSegments(Placement):
         wire_dtype: torch.dtype | None,
         update_dtype: torch.dtype | None = None,
         kind: type[FlatSegment] = FlatSegment,
-        saves_masters: bool = False,
     ) -> None:
         super().__init__(group, owner, wire_dtype)
-        self._update_dtype, self._kind, self._saves_masters = update_dtype, kind, saves_masters
+        self._update_dtype, self._kind = update_dtype, kind
 
     def lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
@@ -376,8 +367,7 @@ class InSegments(Placement):
         for index, group in enumerate(groups):
             for params in alike(p for p in group["params"] if p.requires_grad and p not in known):
                 owners = [self._owner[p] for p in params]
-                dtype = dtype_of_update(params[0]) if self._saves_masters else self._update_dtype
-                segment = self._kind(params, owners, channel, index, dtype)
+                segment = self._kind(params, owners, channel, index, self._update_dtype)
                 self.segments.append(segment)
         self.ranges = Ranges("updated parameters", self.group.ranks)
 
@@ -393,7 +383,8 @@ class InSegments(Placement):
             for segment in self.segments:
                 segment.take_values(if_written=True)
                 segment.take_gradient()
-            aside[:] = [_put_aside(s, optimizer) for s in self.segments]
+                used, state = segment.used(), optimizer.state.get(segment.own, {})
+                aside.append(None if used is None else PutAside(segment.own, state, used))
 
         def put_back() -> None:
             for segment, before in zip(self.segments, aside, strict=False):
@@ -476,24 +467,19 @@ class InSegments(Placement):
 
     def _state_of(self, segment: FlatSegment, optimizer: Optimizer) -> State:
         state: State = optimizer.state.get(segment.own, {})
-        is_master = self._saves_masters and segment.own.dtype != segment.params[0].dtype
-        return {**state, MASTER: segment.own.detach()} if is_master else state
+        return {**state, MASTER: segment.own.detach()} if segment.has_masters else state
 
     @torch.no_grad()
     def inner_state(self, optimizer: Optimizer, loaded: Mapping[nn.Parameter, State]) -> dict[int, State]:
-        for s in self.segments if self._saves_masters else ():
-            masters = s.split_own(s.own.detach())
-            masters = {p: loaded.get(p, {}).pop(MASTER, value) for p, value in masters.items()}
-            s.own.copy_(s.join_own(masters))
+        for s in self.segments:
+            if s.has_masters:
+                masters = s.split_own(s.own.detach())
+                masters = {p: loaded.get(p, {}).pop(MASTER, value) for p, value in masters.items()}
+                s.own.copy_(s.join_own(masters))
         segments = {s.own: s for s in self.segments}
         params = [p for g in optimizer.param_groups for p in g["params"]]
         joined = [_joined_state(segments[p], loaded) for p in params]
         return {i: s for i, s in enumerate(joined) if s}
-
-
-def _put_aside(segment: FlatSegment, optimizer: Optimizer) -> PutAside | None:
-    used = segment.used()
-    return None if used is None else PutAside(segment.own, optimizer.state.get(segment.own, {}), used)
 
 
 def split_state(segment: FlatSegment, state: State) -> dict[nn.Parameter, State]:
@@ -534,7 +520,6 @@ def placement_for(
     update_dtype: torch.dtype | None = None,
     kind: type[FlatSegment] = FlatSegment,
     sends_changes: bool = False,
-    saves_masters: bool = False,
 ) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
     """Makes the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
@@ -544,7 +529,6 @@ def placement_for(
         update_dtype: another one than the parameters', in which they are updated.
         kind: of segments, where there are any.
         sends_changes: of what was updated, only what has changed travels.
-        saves_masters: what is updated in another dtype is state of the parameters.
     """
     plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
     name = plain.__name__ if isinstance(plain, type) else plain
@@ -564,9 +548,7 @@ def placement_for(
             "results travel otherwise on this backend; leave it out"
         )
     if in_segments:
-        return functools.partial(
-            InSegments, update_dtype=update_dtype, kind=kind, saves_masters=saves_masters
-        )
+        return functools.partial(InSegments, update_dtype=update_dtype, kind=kind)
     if is_owned:
         return functools.partial(OwnedParameters, sends_changes=sends_changes)
     if not couples:

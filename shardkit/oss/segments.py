@@ -38,7 +38,14 @@ Gradients = Mapping[nn.Parameter, torch.Tensor]
 _version = attrgetter("_version")
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+MASTER = "master"  # the key of masters in the state of their parameters
 _CLEARING = frozenset({"zero_", "_foreach_zero_", "detach_", "__repr__", "__format__"})
+
+
+def dtype_of_update(param: torch.Tensor) -> torch.dtype:
+    """Returns the dtype that a parameter is updated in, which is also that of its state."""
+    is_narrow = param.is_floating_point() and param.dtype.itemsize == 2
+    return torch.float32 if is_narrow else param.dtype
 
 
 class FlatSegment:
@@ -49,6 +56,7 @@ class FlatSegment:
         param_group: index of the group that the parameters are in.
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
+        has_masters: ``own`` is in fp32, and state of parameters of 16 bits.
         is_used_up: a step has read the gradient: the next reduction replaces it.
     """
 
@@ -72,7 +80,10 @@ class FlatSegment:
         self._mine: torch.Tensor | None = None  # which segment is this rank's, [1]
         with torch.no_grad():
             own = self.take_own([p.detach() for p in self.params])
+        if dtype is not None and not self.has_parts:
+            dtype = dtype_of_update(own)
         self.own = nn.Parameter(own.to(dtype or own.dtype), requires_grad=True)
+        self.has_masters = self.own.dtype != own.dtype and not self.has_parts
         self.is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self.marked = min(self.params, key=lambda p: p.numel())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -583,7 +585,7 @@ def _nodes(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text}: write N or MIN:MAX") from None
 
 
-# ------------------------------------------------------------ run-as-fairscale
+# ------------------------------------------------------------ run-as-fairscale, run-as-fsdp1, run-as-fsdp2
 _RUN_AS_FAIRSCALE = """runs a program for which fairscale is shardkit, without changing it
 
 shardkit run-as-fairscale train.py --epochs 3
@@ -600,22 +602,11 @@ def _program_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="the program's own")
 
 
-def _run_as_fairscale(options: argparse.Namespace) -> int:
-    from shardkit import compat
+_RUN_AS_FSDP1 = """runs a program for which torch's FullyShardedDataParallel (FSDP1) is shardkit's, without changing it
 
-    return _run_after(compat.install, options)
-
-
-def _run_after(install: Callable[[], None], options: argparse.Namespace) -> int:
-    """Runs the program as ``__main__``; what it raises passes through, SystemExit too."""
-    from shardkit.tools.run.rank import run_program
-
-    install()
-    run_program([options.program, *options.arguments], options.is_module)
-    return 0
-
-
-# ------------------------------------------------------------ run-as-fsdp2
+shardkit run-as-fsdp1 train.py --epochs 3
+torchrun --nproc-per-node 2 -m shardkit run-as-fsdp1 -m package.train --epochs 3
+"""
 _RUN_AS_FSDP2 = """runs a program for which torch's fully_shard (FSDP2) is shardkit's, without changing it
 
 shardkit run-as-fsdp2 train.py --epochs 3
@@ -624,10 +615,13 @@ torchrun --nproc-per-node 2 -m shardkit run-as-fsdp2 train.py --epochs 3
 """
 
 
-def _run_as_fsdp2(options: argparse.Namespace) -> int:
-    from shardkit.torch_fsdp import fsdp2
+def _run_as(door: str, options: argparse.Namespace) -> int:
+    """Runs the program as ``__main__`` after a door's ``install()``; what it raises passes through, SystemExit too."""
+    from shardkit.tools.run.rank import run_program
 
-    return _run_after(fsdp2.install, options)
+    importlib.import_module(door).install()
+    run_program([options.program, *options.arguments], options.is_module)
+    return 0
 
 
 # ------------------------------------------------------------ trace
@@ -747,8 +741,15 @@ COMMANDS = {
     "migrate": _Command(_MIGRATE, _migrate_arguments, _migrate),
     "rehearse": _Command(_REHEARSE, _rehearse_arguments, _rehearse),
     "run": _Command(_RUN, _run_arguments, _run),
-    "run-as-fairscale": _Command(_RUN_AS_FAIRSCALE, _program_arguments, _run_as_fairscale, True),
-    "run-as-fsdp2": _Command(_RUN_AS_FSDP2, _program_arguments, _run_as_fsdp2, True),
+    "run-as-fairscale": _Command(
+        _RUN_AS_FAIRSCALE, _program_arguments, partial(_run_as, "shardkit.compat"), True
+    ),
+    "run-as-fsdp1": _Command(
+        _RUN_AS_FSDP1, _program_arguments, partial(_run_as, "shardkit.torch_fsdp"), True
+    ),
+    "run-as-fsdp2": _Command(
+        _RUN_AS_FSDP2, _program_arguments, partial(_run_as, "shardkit.torch_fsdp2"), True
+    ),
     "trace": _Command(_TRACE, _trace_arguments, _trace),
     "verify": _Command(_VERIFY, _verify_arguments, _verify),
 }

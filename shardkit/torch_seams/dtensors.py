@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
@@ -312,7 +313,7 @@ def at_offset_0(view: torch.Tensor) -> torch.Tensor:
     A DTensor repeats its local tensor's offset in memory as if it had memory itself. torch copies and pickles only
     those with offset 0, and torch.compile takes only those with the offset of their local tensor: so that has to be 0.
     """
-    if hasattr(view, "fsdp_pre_all_gather"):
+    if hasattr(view, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(view):
         return view  # its memory is its class's
     if view.is_meta:
         return torch.empty_like(view)

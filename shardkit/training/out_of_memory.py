@@ -362,7 +362,9 @@ class SkipOutOfMemory:
                 f"it.{found}"
             )
         if self.rank is None:
-            self._learn()
+            calls, last, self._in_a_row = self._calls, self._last, 0
+            is_known = not calls.other and last is not None and last.calls == calls.calls
+            self._known, self._last = calls if is_known else None, calls
         else:
             self._skip()
         return True
@@ -438,15 +440,6 @@ class SkipOutOfMemory:
         found, has_stepped = said.tolist()
         self.rank = None if found == _NOBODY else found
         return bool(has_stepped)
-
-    def _learn(self) -> None:
-        self._in_a_row = 0
-        calls, last = self._calls, self._last
-        if calls.other or last is None or last.calls != calls.calls:
-            self._known = None
-        else:
-            self._known = calls
-        self._last = calls
 
     @torch.no_grad()
     def _skip(self) -> None:

@@ -23,8 +23,9 @@ the end gradients are multiplied by that number, and divided by the sum of all w
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 
@@ -44,7 +45,7 @@ from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import StandingGradient, in_parts, mark_in_parts
 from ..torch_seams.compiling import not_compiled
-from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
 from ..types import Args, Tree
 
 
@@ -251,6 +252,16 @@ class _Gradients:
 _open: ContextVar[tuple[uneven, ...]] = ContextVar("uneven", default=())  # blocks that this rank is inside of
 
 
+@contextlib.contextmanager
+def _without_share(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
+    """Leaves a call out of the mean whose backward gives gradients of its inputs alone (of an attack, say)."""
+    is_of_params = any(isinstance(asked, nn.Parameter) for asked in inputs)
+    calls = [block for block in _open.get() if block._lacks and not is_of_params]
+    yield
+    for block in calls:
+        block._total -= block._weight
+
+
 class uneven:
     """Inside, this rank may run any number of micro-batches, whatever other ranks run; no rank has to run one.
 
@@ -346,6 +357,7 @@ class uneven:
         refuse_steps.note(self)
         in_parts.extend(self._by.groups)
         _open.set((*outer, self))
+        check_asked_gradients(_without_share)
         self._hooks = [
             self._model.register_forward_pre_hook(self._begin, prepend=True),
             self._model.register_forward_hook(self._end),

@@ -285,7 +285,9 @@ def call_checkpointed(
         return call(*args, **kwargs)
     tensors: list[torch.Tensor] = []
     run = _Run(call, args, kwargs, tensors)
-    around = [*tensors, *_tensors_of(near)]
+    attributes = (value for module in near.modules() for value in vars(module).values())
+    # wrappers keep some parameters as plain attributes
+    around = [*tensors, *near.parameters(), *(a for a in attributes if isinstance(a, torch.Tensor))]
     if not any(t.requires_grad for t in around):
         return call(*args, **kwargs)  # no activations would be kept
     anchor = torch.empty(0, requires_grad=True)
@@ -321,15 +323,6 @@ class _CheckpointedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _CheckpointedForward, (self._module(), self._offload, self._inner)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Returns the parameters of a module; also those that wrappers keep as plain attributes."""
-    yield from module.parameters()
-    for child in module.modules():
-        for value in vars(child).values():
-            if isinstance(value, torch.Tensor):
-                yield value
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardkit import compat, torch_fsdp2
+from shardkit import compat, torch_fsdp, torch_fsdp2
 from shardkit.backends.processes import RankPool
 from shardkit.compat.redirections import REDIRECTED_MODULES
 from shardkit.compat.reexports import MOVED
@@ -228,13 +228,17 @@ def module_by_command(rank: int, folder: str) -> list[str]:
     os.chdir(folder)
     try:
         assert main(["run-as-fairscale", "-m", "pack.train", "--lr", "1"]) == 0
+        assert main(["run-as-fsdp1", "-m", "pack.as_torchs"]) == 0
+        torch_fsdp.uninstall()
+        first = Path("torchs").read_text().split()
         assert main(["run-as-fsdp2", "-m", "pack.as_torchs"]) == 0
-        return [*Path("seen").read_text().split(), *Path("torchs").read_text().split()]
+        return [*Path("seen").read_text().split(), *first, *Path("torchs").read_text().split()]
     finally:
         os.chdir(before)
         sys.argv, sys.path[:] = argv, path
         compat.uninstall()
         torch_fsdp2.uninstall()
+        assert not torch_fsdp.is_installed()
         assert not torch_fsdp2.is_installed()
 
 
@@ -252,14 +256,18 @@ def test_a_module_with_its_arguments(fresh: RankPool, tmp_path: Path) -> None:
     (tmp_path / "pack" / "as_torchs.py").write_text(
         textwrap.dedent("""
         from multiprocessing.spawn import get_preparation_data
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
         in_children = get_preparation_data("x")["shardkit.compat"].__reduce__()[1][0]
-        open("torchs", "w").write(f"{fully_shard.__globals__['__name__']} {'torch_fsdp' in in_children}")
+        served = [FullyShardedDataParallel.__module__, fully_shard.__globals__['__name__']]
+        open("torchs", "w").write(" ".join([*served, str("torch_fsdp" in in_children)]))
+        del FullyShardedDataParallel, fully_shard
         """)
     )
-    assert fresh.run(module_by_command, str(tmp_path)) == [
-        ["__main__", "shardkit.optim.oss", "pack", "--lr", "1", "shardkit.torch_fsdp.fsdp2", "True"]
-    ]
+    found = fresh.run(module_by_command, str(tmp_path))[0]
+    assert found[:5] == ["__main__", "shardkit.optim.oss", "pack", "--lr", "1"]
+    ours = ["shardkit.torch_fsdp.fully_sharded_data_parallel", "shardkit.torch_fsdp.fsdp2"]
+    assert (found[5], found[7], found[9:]) == (ours[0], "True", [ours[1], "True"])
+    assert [name.partition(".")[0] for name in (found[6], found[8])] == ["torch", "torch"]
 
 
 # ------------ What 0.2.0 let one import can be imported: names of ``shardkit``, of pages, and of the modules

@@ -45,6 +45,7 @@ from tests.compat.torch_fsdp_programs import (
     one_process,
     same,
     same_state,
+    train,
     trained,
 )
 from tests.pools import on_ranks
@@ -399,6 +400,19 @@ def test_refusals_and_what_else_there_is(rank: int) -> None:
     assert scaler.get_scale() == 2.0**3
     assert scaler.scale(torch.ones((), dtype=torch.float16)).dtype is torch.float16
     assert (model.check_is_root(), model.module.inner.check_is_root()) == (True, False)
+    plain = net()
+    before = adam(plain)
+    unit = FSDP(net(), auto_wrap_policy=INNER, use_orig_params=True)
+    assert [n for n, _ in unit.named_children()] == ["_fsdp_wrapped_module"]
+    assert not unit._has_params
+    with pytest.raises(ConfigurationError, match="load the model in fp32"):
+        _ = unit._flat_param
+    late = net()
+    followed = adam(late)
+    late_unit = FSDP(late, auto_wrap_policy=INNER, use_orig_params=True)
+    train(late_unit, [rank], followed)  # torch's goes on with an optimizer that was made before
+    train(plain, range(2), before)
+    same(late_unit.state_dict(), plain.state_dict())
     own = dict(model.named_parameters())
     torch.func.functional_call(model, own, (batch(rank, 0),))
     with pytest.raises(LifecycleError, match=r"'_flat_param' .*functional_call does this"):

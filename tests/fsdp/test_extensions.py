@@ -248,7 +248,9 @@ def _refused(rank: int) -> None:
 
 
 def _torchaos(rank: int, ranks: int = 2) -> None:
-    """Its NF4 (frozen, of several tensors) and its weights of int8 that train; both compute as before."""
+    """Its NF4 (frozen, of several tensors), weights of int8 that train, and those that don't, of rows that ranks don't
+    divide; all compute as before.
+    """
     if importlib.util.find_spec("torchao") is None:
         return  # where torch is older
     torchao = importlib.import_module("torchao")
@@ -258,8 +260,11 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
     frozen = nn.Linear(256, 256 * ranks, bias=False)
     frozen.weight = nn.Parameter(nf4.to_nf4(frozen.weight.detach()), requires_grad=False)
     frozen.forward = lambda x: nf4.linear_nf4(x, frozen.weight)
-    model = nn.Sequential(nn.Linear(6, 256), frozen, nn.Linear(256 * ranks, 8, bias=False))
+    model = nn.Sequential(nn.Linear(6, 256), frozen, nn.Linear(256 * ranks, 8, bias=False), nn.Linear(8, 7))
     torchao.quantize_(model, int8.int8_weight_only_quantized_training(), lambda _, name: name == "2")
+    by_row = importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()
+    torchao.quantize_(model, by_row, lambda _, name: name == "3")
+    model[3].requires_grad_(False)
     one, x = copy.deepcopy(model), _batch(0, 0)
     one[1].forward = lambda x: nf4.linear_nf4(x, one[1].weight)
     one(x).sum().backward()
@@ -270,9 +275,14 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
         torch.testing.assert_close(out, one(x))
         out.sum().backward()
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
-        assert type(p.to_local()) is type(q) or type(q) is nn.Parameter  # type: ignore[attr-defined]
+        assert type(p._local_tensor) is type(q) or type(q) is nn.Parameter  # type: ignore[attr-defined]
         if q.grad is not None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
+    state = {n: v.clone() for n, v in model.state_dict().items() if n.startswith("3.")}
+    model[3].weight._local_tensor.qdata.zero_()
+    assert not torch.equal(model(x), one(x))
+    model.load_state_dict(state, strict=False)
+    torch.testing.assert_close(model(x), one(x))
 
 
 @on_ranks(2)

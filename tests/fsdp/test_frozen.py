@@ -136,6 +136,9 @@ def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
             _loss(model, 10 * step + rank, 32).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:
+            with sharding_of(model).summon_full_params():
+                assert model.frozen.weight.shape == (32, 32)
     trained = {n: p.full_tensor() for n, p in model.state_dict().items() if "up" in n or "down" in n}  # type: ignore[union-attr]
     return counter.sent, trained
 

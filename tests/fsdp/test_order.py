@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -223,6 +224,10 @@ def test_a_layer_that_a_whole_step_of_several_batches_leaves_out(rank: int, worl
         assert_same(model, plain)
 
 
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).pow(2).mean().backward()
+
+
 @on_ranks(2)
 def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused(rank: int, world_size: int) -> None:
     """fairscale steps with nothing, silently: weight decay and counts of steps go on."""
@@ -248,6 +253,14 @@ def test_a_step_that_leaves_out_what_no_sync_keeps_is_refused(rank: int, world_s
             model(xs[rank]).pow(2).mean().backward()
         second.zero_grad()
         second.step()  # nothing to step with, and nothing left out
+        assert_same(model, plain)
+        first.zero_grad()
+        with sharded.no_sync():
+            model(xs[rank]).pow(2).mean().backward()
+        for _ in range(2):
+            torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+        first.step()
+        second.step(partial(_backward, model, xs[rank]))  # reduces what waited
         assert_same(model, plain)
 
 

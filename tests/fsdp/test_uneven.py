@@ -103,6 +103,9 @@ def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighte
             with inside if meeting == "no_sync" else contextlib.nullcontext():
                 for k in range(per_rank[rank]):
                     _evaluate(model, plain, evaluations.choice((0, 0, 1, 2)))
+                    if k == 1:  # of inputs alone, and no micro-batch
+                        attacked = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
+                        torch.autograd.grad(model(attacked).sum(), attacked)
                     loss = _loss(model, 1000 * step + 10 * k + rank)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
                 _evaluate(model, plain, evaluations.choice((0, 1)))

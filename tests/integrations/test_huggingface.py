@@ -351,41 +351,61 @@ def test_what_is_refused(rank: int, port: int, tmp_path: Path) -> None:
         _accelerator()
 
 
-# ------------------------------------------------------------------------------------ FSDP2's place
-def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None) -> Any:
+# ------------------------------------------------------------------------------------ places of FSDP1 and FSDP2
+def _holds_torchs(module: Any) -> bool:
+    """Whether other tests have left one of torch's here, which Trainer does not call."""
+    torchs = torch.distributed.fsdp.FullyShardedDataParallel, torch.distributed.fsdp.fully_shard
+    found = {id(value) for value in getattr(module, "__dict__", {}).values()}
+    return not found.isdisjoint(map(id, torchs))
+
+
+def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None, version: int) -> Any:
     import accelerate.state as states
     from torch.distributed.fsdp import FSDPModule
     from transformers import Trainer
 
-    import shardkit.torch_fsdp2
+    from shardkit import torch_fsdp, torch_fsdp2
 
-    theirs = "transformers.distributed.fsdp"  # has torch's function from other tests; Trainer doesn't call it
-    taken = {theirs: sys.modules.pop(theirs)} if theirs in sys.modules else {}
-    shardkit.torch_fsdp2.install()
+    theirs = [n for n, m in list(sys.modules.items()) if not n.startswith("torch.") and _holds_torchs(m)]
+    taken = {name: sys.modules.pop(name) for name in theirs}
+    door = torch_fsdp2 if version == 2 else torch_fsdp
+    door.install()
     try:
         with Environment(rank, port):
-            config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+            config = {"fsdp_version": version, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+            if version == 1:  # accelerate asks for a device by the names that it knows otherwise
+                config |= {
+                    "sync_module_states": False,
+                    "cpu_ram_efficient_loading": False,
+                    "use_orig_params": True,
+                }
             trainer: Trainer = trainer_of(
                 llama(), folder, 2, fsdp="full_shard auto_wrap", fsdp_config=config
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
             model: Any = trainer.model_wrapped
-            assert isinstance(model, FSDPModule)
-            assert type(model).__module__ == "transformers.models.llama.modeling_llama"
-            assert sharding_of(model.model.layers[0]) is not None
+            if version == 2:
+                assert isinstance(model, FSDPModule)
+                assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+                assert sharding_of(model.model.layers[0]) is not None
+            else:
+                assert len(torch_fsdp.FullyShardedDataParallel.fsdp_modules(model)) == 3
             loss = trainer.evaluate()["eval_loss"]
             history = [(h["loss"], h["grad_norm"]) for h in trainer.state.log_history if "loss" in h]
-            state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+            state = model.state_dict()
+            state = {name: value.full_tensor() if version == 2 else value for name, value in state.items()}
             dist.barrier()
             return {"state": state, "eval": loss, "history": torch.tensor(history)}
     finally:
-        shardkit.torch_fsdp2.uninstall()
+        door.uninstall()
         sys.modules.update(taken)
         states.AcceleratorState._reset_state(True)
 
 
-def test_its_own_plugin_for_fsdp2(tmp_path: Path) -> None:
+def test_its_own_plugins(tmp_path: Path) -> None:
     one = in_one_process(llama, tmp_path / "one")
-    for k, resume in enumerate((None, tmp_path / "0" / "checkpoint-2")):
-        found = rank_pool(2).run(_by_its_own_plugin, free_port(), tmp_path / str(k), resume)[0]
-        close(found, one)
+    for version in (2, 1):
+        for k, resume in enumerate((None, tmp_path / f"{version}0" / "checkpoint-2")):
+            folder = tmp_path / f"{version}{k}"
+            found = rank_pool(2).run(_by_its_own_plugin, free_port(), folder, resume, version)[0]
+            close(found, one)

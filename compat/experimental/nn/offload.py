@@ -135,12 +135,25 @@ class ShardSyncLayer(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.model, ctx.index = model, index
         ctx.set_materialize_grads(False)
-        model._forward_passes(index)
+        shards = model.model_slices
+        if index >= 0:
+            shards[index].forward_drop()
+        if index + 1 < len(shards):
+            shards[index + 1].forward_load()
         return tuple(t.detach() for t in tensors)  # no views: layers may work on them in place
 
     @staticmethod
     def backward(ctx: _Border, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        ctx.model._backward_passes(ctx.index)
+        shards, index = ctx.model.model_slices, ctx.index
+        if index + 1 < len(shards):
+            shards[index + 1].backward_drop()
+        else:
+            # the first border may have no backward (inputs without gradients), and parameters of one slice may be
+            # those of another one, which has its backward later
+            for shard in shards:
+                Variable._execution_engine.queue_callback(shard.backward_drop)  # type: ignore[attr-defined]
+        if index >= 0:
+            shards[index].backward_load()
         return (None, None, None, *grads)
 
 
@@ -229,25 +242,6 @@ class OffloadModel(nn.Module):
             part = [v if c is None else c[i] for v, c in zip(values, chunked, strict=True)]
             outputs.append(_as_tuple(shard(*part)))
         return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
-
-    def _forward_passes(self, index: int) -> None:
-        shards = self.model_slices
-        if index >= 0:
-            shards[index].forward_drop()
-        if index + 1 < len(shards):
-            shards[index + 1].forward_load()
-
-    def _backward_passes(self, index: int) -> None:
-        shards = self.model_slices
-        if index + 1 < len(shards):
-            shards[index + 1].backward_drop()
-        else:
-            # the first border may have no backward (inputs without gradients), and parameters of one slice may be
-            # those of another one, which has its backward later
-            for shard in shards:
-                Variable._execution_engine.queue_callback(shard.backward_drop)  # type: ignore[attr-defined]
-        if index >= 0:
-            shards[index].backward_load()
 
 
 def _as_tuple(value: Tree) -> Args:

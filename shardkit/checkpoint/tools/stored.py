@@ -101,7 +101,12 @@ class StoredTensor:
         return self._filled(rows, compares=False)
 
     def _filled(self, rows: Box, compares: bool) -> torch.Tensor:
-        self._check_complete()
+        held = sum(part.box.numel for part in self.parts)
+        if held < self.numel:  # nobody has written the others
+            raise DamagedFileError(
+                f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
+                "missing, or were not written to the end. Take an earlier checkpoint"
+            )
         target = _empty(rows.sizes, self.stored_dtype)
         for part in self.parts:
             common = part.box.meet(rows)
@@ -135,15 +140,6 @@ class StoredTensor:
             if isinstance(error, ShardkitError):
                 raise
             raise DamagedFileError(f"tensor {self.name!r} can't be read: {error}") from error
-
-    def _check_complete(self) -> None:
-        """Parts could leave elements out that nobody has written."""
-        held = sum(part.box.numel for part in self.parts)
-        if held < self.numel:
-            raise DamagedFileError(
-                f"tensor {self.name!r}: the files hold {held} of its {self.numel} elements; the files of a rank are "
-                "missing, or were not written to the end. Take an earlier checkpoint"
-            )
 
 
 def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:

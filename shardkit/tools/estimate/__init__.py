@@ -524,6 +524,10 @@ class _MetaTraining:
         ordered = sorted(moments)
         seen = self._watched(ordered).seen
         course = list(zip(ordered, seen, strict=True))
+        schedules = {} if group.tape is None else {self._strategy: group.tape.events}
+        if group.tape is not None and self._strategy == "fsdp":
+            padding = fsdp2_padding(self._sharded.model, self._ranks)
+            schedules["FSDP2"] = as_fsdp2(group.tape.events, padding)
         return Estimate(
             strategy=self._strategy,
             ranks=self._ranks,
@@ -535,17 +539,10 @@ class _MetaTraining:
             sent=sent,
             collectives=collectives,
             course=course if points else [],
-            times=self._times(group.tape, device),
+            times={}
+            if device is None
+            else {k: clocked(v, device, self._ranks) for k, v in schedules.items()},
         )
-
-    def _times(self, tape: Tape | None, device: Device | None) -> dict[str, Times]:
-        if tape is None or device is None:
-            return {}
-        times = {self._strategy: clocked(tape.events, device, self._ranks)}
-        if self._strategy == "fsdp":
-            theirs = as_fsdp2(tape.events, fsdp2_padding(self._sharded.model, self._ranks))
-            times["FSDP2"] = clocked(theirs, device, self._ranks)
-        return times
 
     def _watched(self, moments: Sequence[int]) -> MemoryWatch:
         watch = MemoryWatch(self._kinds, moments, self._backend.counted.tape)

@@ -311,7 +311,10 @@ class _Rehearsal:
             if self._memory:
                 rank.memory = stack.enter_context(RankMemory(rank, self._threads))
             enter_group(rank.everyone)
-            begin_as_new_process(number)
+            torch.default_generator.manual_seed(_FRESH_SEED)  # as in a new process: the same on all ranks
+            random.seed(f"rank {number}")
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(number)
             try:
                 return self._program.run(rank)
             except EnoughSteps:
@@ -422,14 +425,6 @@ class RankFunction:
         """Runs in the rank's thread."""
         dist.init_process_group("gloo")
         return self._fn(rank.number)
-
-
-def begin_as_new_process(rank: int) -> None:
-    """Sets random generators as a new process has them: torch's the same on all ranks, others not."""
-    torch.default_generator.manual_seed(_FRESH_SEED)
-    random.seed(f"rank {rank}")
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(rank)
 
 
 def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:

@@ -682,7 +682,11 @@ class SlowMoDataParallel(nn.Module):
         """
         copies = _copies(fp32_params)
         if self._slow.is_on and not self._slow_momentum.started:
-            self._slow_momentum.start(optimizer, self._starting_values(copies))
+            start = self._start  # of parameters, or of their copies
+            if len(copies) == 1 and len(start) > 1:
+                start = [torch.cat([t.reshape(-1) for t in start])]
+            values = dict(zip(copies or self.module.parameters(), start, strict=True))
+            self._slow_momentum.start(optimizer, values)
             self._start = []
         if self._push is not None:
             self._push.weigh()
@@ -715,12 +719,6 @@ class SlowMoDataParallel(nn.Module):
             self._push.gossip(tensors, masters)
         if node is not None:
             broadcast_together(tensors, node, "parameters of the node's first rank")
-
-    def _starting_values(self, copies: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Returns what parameters, or their copies, were at the beginning."""
-        if len(copies) == 1 and len(self._start) > 1:
-            return {copies[0]: torch.cat([t.reshape(-1) for t in self._start])}
-        return dict(zip(copies or self.module.parameters(), self._start, strict=True))
 
     # -------------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> StateDict:  # type: ignore[override]
