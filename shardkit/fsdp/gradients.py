@@ -575,6 +575,8 @@ class LazyPack(GradientPack):
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
         flat, used = self._flat, None
+        if not flat.param.requires_grad:
+            return False  # frozen since forward
         if not had_all or False in self.trainable:
             rank = self._group.rank
             flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]

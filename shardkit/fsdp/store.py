@@ -371,6 +371,8 @@ class Store(ABC):
         for number, data in self._seen:
             if data is not None:
                 versions[number] += data._version
+            elif not self._backend.has_storage:
+                versions[number] += 1
             elif self._originals[number].param.untyped_storage()._cdata != self.memory != 0:
                 versions[number] += 1
                 self.show(self.gathered)

@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
+from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
+from tests.border.strategies import needs_xla
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
 
@@ -307,3 +309,22 @@ def test_step_between_forward_and_backward_is_refused(rank: int) -> None:
             inner: Any = model.module
             inner.checkpoints = checkpoints
             _train(plain, model, allowed)
+
+
+@pytest.mark.xla
+@needs_xla
+@on_ranks((2, "xla"))
+def test_writes_and_freezing_on_xla(rank: int) -> None:
+    device = get_backend("xla").device()
+    model = FSDP(build(Net).to(device))
+    for way in ("data", "other data"):
+        _clamp(model, way)
+        with pytest.raises(LifecycleError, match=r"'middle\.weight' was written to"):
+            model(torch.ones(3, WIDTH, device=device)).sum().backward()
+        _clamp(model, "")
+    model.zero_grad()
+    loss = model(torch.ones(3, WIDTH, device=device)).sum()
+    for p in model.parameters():
+        p.requires_grad_(False)
+    loss.backward()
+    assert [p.grad for p in model.parameters()] == [None]
