@@ -12,23 +12,23 @@ LINES = 64_750  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_250,
-    "compat": 9_440,
+    "compat": 9_428,
     "shardkit": 2_355,  # the files right there
-    "shardkit/checkpoint": 6_715,
+    "shardkit/checkpoint": 6_711,
     "shardkit/flattening": 880,
-    "shardkit/fsdp": 11_280,
+    "shardkit/fsdp": 11_319,
     "shardkit/integrations": 517,
     "shardkit/launching": 560,
-    "shardkit/model_parallel": 1_515,
-    "shardkit/optimizer_state": 1_305,
-    "shardkit/optimizers": 540,
+    "shardkit/model_parallel": 1_509,
+    "shardkit/optimizer_state": 1_301,
+    "shardkit/optimizers": 545,
     "shardkit/oss": 3_055,
     "shardkit/pipeline": 1_510,
     "shardkit/reduction": 1_563,
-    "shardkit/tools": 7_635,
+    "shardkit/tools": 7_631,
     "shardkit/torch_seams": 1_295,
-    "shardkit/tracing": 1_575,
-    "shardkit/training": 4_775,
+    "shardkit/tracing": 1_571,
+    "shardkit/training": 4_763,
     "shardkit/wrapping": 1_035,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -346,19 +346,15 @@ def _around_the_ring(tensors: Tensors, op: str) -> Tensor:
     if world_size < 3:
         return _combine(tensors, op)
     result = torch.empty_like(tensors[0])
-    chunk = _ring_chunk(numel, tensors[0].element_size(), world_size)
+    # how many elements end on one rank: a number of segments of equal size
+    largest = max(1, _SEGMENT // tensors[0].element_size())
+    segments = max(-(-numel // largest), 2 * world_size)
+    segments = -(-segments // world_size) * world_size
+    chunk = max(1, segments // world_size * -(-numel // segments))
     for owner, first in enumerate(range(0, numel, chunk)):
         around = [tensors[(owner - d) % world_size] for d in range(1, world_size + 1)]
         result[first : first + chunk] = _combine([t[first : first + chunk] for t in around], op)
     return result
-
-
-def _ring_chunk(numel: int, itemsize: int, world_size: int) -> int:
-    """Returns how many elements of an all-reduce end on one rank: a number of segments of equal size."""
-    largest = max(1, _SEGMENT // itemsize)
-    segments = max(-(-numel // largest), 2 * world_size)
-    segments = -(-segments // world_size) * world_size
-    return max(1, segments // world_size * -(-numel // segments))
 
 
 def reduce_scatter_into(shards: Tensors, inputs: Tensors, sizes: Sequence[int], op: str) -> None:

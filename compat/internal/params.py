@@ -443,7 +443,12 @@ class ReduceScatterBucketer:
             if callback_fn is not None:
                 callback_fn(output)
             return
-        bucket = self._get_bucket(first, group)
+        key = (first.dtype, first.device, group)
+        if key not in self.buckets:
+            shape = (world_size, self._get_shard_size(first.element_size(), world_size))
+            self.buckets[key] = Bucket(first.new_zeros(shape), group)
+        bucket = self.buckets[key]
+        bucket.setup()
         if numel > bucket.data.size(1) - bucket.offset:
             bucket.flush()
         end = bucket.offset + numel
@@ -471,12 +476,3 @@ class ReduceScatterBucketer:
 
     def _get_shard_size(self, element_size: int, num_shards: int) -> int:
         return int(max(self.bucket_cap_mb, 0) * 2**20 // element_size // num_shards)
-
-    def _get_bucket(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Bucket:
-        key = (tensor.dtype, tensor.device, group)
-        if key not in self.buckets:
-            world_size = group.size()
-            shape = (world_size, self._get_shard_size(tensor.element_size(), world_size))
-            self.buckets[key] = Bucket(tensor.new_zeros(shape), group)
-        self.buckets[key].setup()
-        return self.buckets[key]

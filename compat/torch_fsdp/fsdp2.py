@@ -45,11 +45,7 @@ def fully_shard(module: M, **arguments: Tree) -> M:
     return ours.fully_shard(module, dtensors=True, **arguments)
 
 
-def _state(module: nn.Module) -> object:
-    return None if state_of(module) is None else module._get_fsdp_state()  # type: ignore[operator]
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = lambda module: state_of(module) and module._get_fsdp_state()  # type: ignore[attr-defined]
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -178,7 +178,12 @@ class FullyShardedDataParallel(StandIn):
         materialize_each(module, given["param_init_fn"], device or backend.device(), ignored)
         own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
         if device is not None:
-            move_from_host(own, device, ignored.parameters)
+            for m in own:
+                for p in m._parameters.values():
+                    is_free = p is not None and managing(p) is None and p not in ignored.parameters
+                    if p is not None and is_free and p.device.type == "cpu":
+                        p.data = p.data.to(device)
+                move_buffers(m, device, "cpu")
         offloads = offload is not None and offload.offload_params
         params = [p for m in own for p in m.parameters(recurse=False) if p not in ignored.parameters]
         compute = device_for(params, None, offloads)
@@ -1126,15 +1131,6 @@ def _reset(module: nn.Module, device: torch.device, recurse: bool = True) -> Non
         )
     module.to_empty(device=device, recurse=recurse)
     reset()
-
-
-def move_from_host(modules: Iterable[nn.Module], device: torch.device, kept: set[nn.Parameter]) -> None:
-    """Moves parameters and buffers of these modules themselves that are on the CPU to a device, in place."""
-    for m in modules:
-        for p in m._parameters.values():
-            if p is not None and managing(p) is None and p.device.type == "cpu" and p not in kept:
-                p.data = p.data.to(device)
-        move_buffers(m, device, "cpu")
 
 
 def broadcast_buffers(modules: Iterable[tuple[str, nn.Module]], groups: Sequence[Group]) -> None:

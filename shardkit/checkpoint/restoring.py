@@ -136,7 +136,17 @@ class OptimizerReads:
                 "was when the checkpoint was saved"
             )
         for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
-            self._check_class(k, set(theirs), set(mine))
+            # later versions of a class have more options; of another class each has some that the other lacks
+            theirs_alone, mine_alone = (
+                {*theirs} - {*mine} - _OF_SCHEDULERS,
+                {*mine} - {*theirs} - _OF_SCHEDULERS,
+            )
+            if theirs_alone and mine_alone:
+                raise ConfigurationError(
+                    f"group {k} of the optimizer in {self._stored.folder} has options {_some(theirs_alone)}, and here "
+                    f"it has {_some(mine_alone)}: that was another class of optimizer. Build the same, or restore "
+                    "without optimizer="
+                )
             listed, own_names = set(self._stored.object(theirs["params"])), set(mine["params"])
             # frozen ones may be listed or not: they have no state
             there = {n for n in listed if n in own_names or n in self._of}
@@ -147,15 +157,6 @@ class OptimizerReads:
                     f"has not here, and lacks {_some(here - there)}; build the groups as they were"
                 )
         return saved
-
-    def _check_class(self, group: int, theirs: set[str], mine: set[str]) -> None:
-        # later versions of a class have more options; of another class each has some that the other lacks
-        saved, own = theirs - mine - _OF_SCHEDULERS, mine - theirs - _OF_SCHEDULERS
-        if saved and own:
-            raise ConfigurationError(
-                f"group {group} of the optimizer in {self._stored.folder} has options {_some(saved)}, and here it has "
-                f"{_some(own)}: that was another class of optimizer. Build the same, or restore without optimizer="
-            )
 
     def _options(self) -> list[StateDict]:
         return [

@@ -653,7 +653,10 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     if layout.grains is not None and not group.backend.has_storage:
         # all ranks run one program: parts are of one size
         layout = ShardLayout(layout.numels, group.world_size)
-    device = _home(found, originals[0].param)
+    param, own = originals[0].param, group.backend.device_type
+    is_elsewhere = param.device.type != own and (found.is_awaited or options.mesh is not None)
+    # where the parameters are or, as in torch, on the mesh's device
+    device = options.device or (group.backend.device() if is_elsewhere else param.device)
     if originals[0].is_apart and found.cut_over is not None:
         _cut_extended(found, originals, device, found.cut_over)
         return layout, no_values(layout.shard_numel, originals[0].param)
@@ -679,13 +682,6 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     if options.device is None:
         found.state.options = replace(options, device=device)  # it computes where it is now
     return layout, group.backend.pin(shard) if offload.parameters else shard.cpu()
-
-
-def _home(found: Found, param: torch.Tensor) -> torch.device:
-    """Returns where a shard is to be: where the parameters are or, as in torch, on the mesh's device."""
-    options, backend = found.state.options, found.state.group.backend
-    is_elsewhere = param.device.type != backend.device_type and (found.is_awaited or options.mesh is not None)
-    return options.device or (backend.device() if is_elsewhere else param.device)
 
 
 def _has_masters(original: OriginalParameter) -> bool:
@@ -971,7 +967,18 @@ def end_move(state: ShardingState) -> None:
     if not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
         return  # others of its modules follow
     for flat in state.flats:
-        _take_listed(flat)
+        if flat.shards is not None:
+            flat.collect()
+            continue
+        module, name = flat.places[0]
+        param = module._parameters.get(name)
+        if param is None or param is flat.param:
+            continue
+        if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
+            param = flat.param._like_this(param)
+        flat.param = param
+        for place in flat.places:
+            place.module._parameters[place.name] = param
     if state.flats and state.options.device is None:
         shard = state.flats[0].param
         if shard.device.type not in (state.group.backend.device_type, "meta"):
@@ -982,22 +989,6 @@ def end_move(state: ShardingState) -> None:
     for flat in state.flats:
         flat.adopt()
     state.unit.attach()
-
-
-def _take_listed(flat: FlatParam) -> None:
-    if flat.shards is not None:
-        flat.collect()
-        return
-    module, name = flat.places[0]
-    param = module._parameters.get(name)
-    if param is None or param is flat.param:
-        return
-    if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
-        param = flat.param._like_this(param)
-        module._parameters[name] = param
-    flat.param = param
-    for place in flat.places:
-        place.module._parameters[place.name] = param
 
 
 # ------------------------------------------------------------ copies

@@ -63,7 +63,6 @@ from .engine import (
     this_thread,
     transform_level,
 )
-from .flat_param import FlatParam
 from .originals import GatheredParameter, Place, backward_when_summoned, get_data, hide, replaced_original
 from .state import ShardingState, clean, named_units
 from .unit import UnitCall
@@ -101,16 +100,6 @@ def run_gathered(state: ShardingState, call: AnyCallable, args: Args, kwargs: Kw
         fail(state, entered, error)
         raise
     return leave(state, entered, outputs)
-
-
-def _refuse_backward(flats: Sequence[FlatParam], outputs: object) -> None:
-    """Raises in a backward through what was computed when summoned."""
-
-    def refuse(_: torch.Tensor) -> None:
-        raise backward_when_summoned(flats[0])
-
-    if flats and torch.is_grad_enabled():
-        watch_outputs(tensors_in(outputs), refuse)
 
 
 @not_compiled
@@ -356,7 +345,12 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     if around is not None:
         around.close()
     if engine is None:
-        _refuse_backward(unit.needs, outputs)
+
+        def refuse(_: torch.Tensor) -> None:
+            raise backward_when_summoned(unit.needs[0])
+
+        if unit.needs and torch.is_grad_enabled():
+            watch_outputs(tensors_in(outputs), refuse)
         return outputs
     if engine.activations is not None:
         engine.activations.leave(page)

@@ -291,21 +291,18 @@ class InPlace:
         wake(state)
         if state.options.dtensors:
             begin_move(state)  # what is gathered will be old
-            (prefix,) = others[:1]
-            self._cut_plain(state_dict, str(prefix))
+            prefix = str(others[0])
+            for path, m in state.own_modules(prefix.rstrip(".")):
+                for name, p in m._parameters.items():
+                    key = f"{path}.{name}" if path else name
+                    value = state_dict.get(key)
+                    # all ranks have the same plain ones, of which this rank gets its part
+                    if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
+                        here = value if p.is_meta else value.to(p._local_tensor.device)
+                        state_dict[key] = cut(here, p.device_mesh, p.placements)
         else:
             begin_loading(state, state_dict)
         collect_in_place(1)
-
-    def _cut_plain(self, state_dict: StateDict, prefix: str) -> None:
-        """Puts this rank's part as a DTensor in place of each plain tensor for one; all ranks have the same ones."""
-        for path, m in self._state.own_modules(prefix.rstrip(".")):
-            for name, p in m._parameters.items():
-                key = f"{path}.{name}" if path else name
-                value = state_dict.get(key)
-                if is_dtensor(p) and isinstance(value, torch.Tensor) and not is_dtensor(value):
-                    here = value if p.is_meta else value.to(p._local_tensor.device)
-                    state_dict[key] = cut(here, p.device_mesh, p.placements)
 
     def _end_load(self, module: nn.Module, incompatible: IncompatibleKeys) -> None:
         collect_in_place(-1)

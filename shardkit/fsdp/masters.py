@@ -113,22 +113,19 @@ class Mirrored(Stored):
         self._staged = self._backend.pinned(size, self._dtype)
         self._work: Copy = DONE
 
-    def _now(self) -> tuple[object, ...]:
-        """Tells changes of the shard: by its version, and those around it by some of its numbers."""
-        shard = self._flat.param.data.view(-1)
-        sample = [] if shard.is_meta else shard[:: max(1, len(shard) // _SAMPLE)].tolist()
-        return self._flat.version, shard.data_ptr(), sample
-
     @torch.no_grad()
     def renew(self, always: bool = True) -> None:
         """Copies the shard to the device, beside what is computed; where it has another version, or ``always``."""
-        now = self._now()
+        shard = self._flat.param.data.view(-1)
+        # changes around its version are told by some of its numbers
+        sample = [] if shard.is_meta else shard[:: max(1, len(shard) // _SAMPLE)].tolist()
+        now = self._flat.version, shard.data_ptr(), sample
         if not always and self.copied == now:
             return
         if not self._work.is_done():  # nothing has been computed with what came up last
             self._work.wait_on_host()
         self._work.wait()
-        self._staged.copy_(self._flat.param.data.view(-1))
+        self._staged.copy_(shard)
         self._work = self._backend.copy_up(self.copy, self._staged, at_once=self.landing.is_idle)
         self.copied = now
 

@@ -96,7 +96,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         margin: Margin | None,
     ) -> torch.Tensor:
         features = input if margin is None else F.normalize(input)
-        own = _target_logits(features, weight, target, margin)  # [T]
+        # in fp32 at least; an index that is no word's is refused by the lookup, as in an embedding
+        own_rows = F.embedding(target, weight)
+        dtype = torch.promote_types(own_rows.dtype, torch.float32)
+        own = (features * (own_rows if margin is None else F.normalize(own_rows))).to(dtype).sum(1)  # [T]
+        if margin is not None:
+            own = (own - margin.margin) * margin.scale
         log_sums = torch.full_like(own, -torch.inf)
         for first_word, words in _slices(weight, tiles[1]):
             rows = words if margin is None else F.normalize(words)
@@ -165,17 +170,6 @@ def _add_at(matrix: torch.Tensor, places: torch.Tensor, value: float) -> None:
     inside = (places >= 0) & (places < matrix.shape[1])
     column = places.clamp(0, matrix.shape[1] - 1)[:, None]
     matrix.scatter_add_(1, column, (inside * value).to(matrix.dtype)[:, None])
-
-
-def _target_logits(
-    features: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, margin: Margin | None
-) -> torch.Tensor:
-    """[T], in fp32 at least; an index that is no word's is refused by the lookup, as in an embedding."""
-    rows = F.embedding(target, weight)
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    if margin is None:
-        return (features * rows).to(dtype).sum(1)
-    return ((features * F.normalize(rows)).to(dtype).sum(1) - margin.margin) * margin.scale
 
 
 def _through_normalize(rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

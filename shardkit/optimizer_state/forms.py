@@ -110,7 +110,14 @@ def gather_by_id(
         own = saved["state"].get(position, {})
         stays = slot is not None and id(slot.param) in uncollected
         if stays and slot is not None:
-            _keep_uncollected(state, keys, slot, own)
+            for key, value in own.items():
+                kind = StateKind.of(key, value, slot.param.shape)
+                is_here = kind.spread and slot.world_size == 1 and slot.join is not None
+                values: list[Tree] = (
+                    slot.join(value, True) if is_here and slot.join is not None else [kind.value] * len(keys)
+                )
+                for i, v in zip(keys, values, strict=True):
+                    state.setdefault(i, {})[key] = v
             local_ids += [position] if position >= 0 else []
         id_map.update(dict.fromkeys(keys, position if position >= 0 and (own or stays) else None))
     if not keep_on:
@@ -122,17 +129,6 @@ def gather_by_id(
     ]
     made = _assembled(saved, dict(sorted(state.items())), groups)
     return {**made, "param_id_map": id_map, "uncollected_local_ids": local_ids}
-
-
-def _keep_uncollected(state: StateDict, keys: Sequence[Tree], slot: Slot, own: SavedState) -> None:
-    for key, value in own.items():
-        kind = StateKind.of(key, value, slot.param.shape)
-        is_here = kind.spread and slot.world_size == 1 and slot.join is not None
-        values: list[Tree] = (
-            slot.join(value, True) if is_here and slot.join is not None else [kind.value] * len(keys)
-        )
-        for i, v in zip(keys, values, strict=True):
-            state.setdefault(i, {})[key] = v
 
 
 def shard_by_id(slots: Sequence[Slot], full: StateDict, listed: Sequence[object] = ()) -> StateDict:

@@ -169,8 +169,17 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     @not_compiled
     def _entered(self) -> GradientExchange | None:
         """Returns what listens to the forward that begins; None where none of its gradients will be reduced."""
-        if torch._C._functorch.maybe_current_level() is not None:
-            self._refuse_transforms()
+        if (
+            torch._C._functorch.maybe_current_level() is not None
+            and any(map(torch._C._functorch.is_gradtrackingtensor, self.module.parameters()))
+            and self._exchange is not None
+            and self._group.world_size > 1
+        ):
+            raise LifecycleError(
+                f"rank {self._group.rank}: torch.func.grad (vjp, jacrev, hessian, ...) would give this rank's own "
+                "gradients of a ShardedDDP's parameters, which nothing averages. Call loss.backward(), or transform "
+                "what it wraps, .module, and average what comes out"
+            )
         if not self.training or not torch.is_grad_enabled():
             return None
         exchange = self._connected()
@@ -178,16 +187,6 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             exchange.refresh_if_changed(self._warn_on_change)
         exchange.begin_forward()
         return exchange
-
-    def _refuse_transforms(self) -> None:
-        if any(map(torch._C._functorch.is_gradtrackingtensor, self.module.parameters())) and (
-            self._exchange is not None and self._group.world_size > 1
-        ):
-            raise LifecycleError(
-                f"rank {self._group.rank}: torch.func.grad (vjp, jacrev, hessian, ...) would give this rank's own "
-                "gradients of a ShardedDDP's parameters, which nothing averages. Call loss.backward(), or transform "
-                "what it wraps, .module, and average what comes out"
-            )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
         """Converts tensors for ``to``, ``cuda``, ``half`` and the like."""

@@ -424,7 +424,14 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """Returns the norm over all ranks (collective) of a stack of norms."""
     order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
     for kind in {k for k in kinds if k is not None}:
-        _check_all_there(kind, kinds.count(kind))
+        asked = kinds.count(kind)
+        held = sum(p is not None and type(p.grad) is kind for p in (kept() for kept in kind.kept))
+        # each rank knows its own part of the parameters alone, and would take the norm of another part
+        if kind.kept and asked != held:
+            raise ConfigurationError(
+                f"the norm of {asked} of the {held} gradients that this rank has: the gradients of other parameters "
+                f"are on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
+            )
     groups = [None if k is None else _group_of(k) for k in kinds]
     values = norms.as_subclass(torch.Tensor)
     own = [values[k] for k, g in enumerate(groups) if g is None]
@@ -443,16 +450,6 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     if ranges.listening:
         ranges.report_number("gradient_norm", total)
     return total
-
-
-def _check_all_there(kind: type[ShardGradient], asked: int) -> None:
-    """Refuses a part of the parameters: each rank knows its own alone, and would take the norm of another part."""
-    there = sum(p is not None and type(p.grad) is kind for p in (kept() for kept in kind.kept))
-    if kind.kept and asked != there:
-        raise ConfigurationError(
-            f"the norm of {asked} of the {there} gradients that this rank has: the gradients of other parameters are "
-            f"on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
-        )
 
 
 # ------------------------------------------------------------ torch.amp.GradScaler

@@ -240,7 +240,14 @@ def merged(parts: Sequence[TracePart]) -> Json:
         for s in of_rank:  # ranges nest on the host; their marks on one stream are in the same order
             if s.device is not None and s.what.kind != "backward":
                 events.append(_bar("device", s.what.name, rank, _DEVICE, *s.device))
-    events += _flows(slices)
+    # lines between the same collective on its ranks, from the first that came to the last
+    for number, (what, arrivals) in enumerate(collectives(slices)):
+        same: Json = {"cat": "collective", "name": what.name, "id": number}
+        in_order = sorted(arrivals.items(), key=lambda item: item[1].start)
+        for place, (rank, s) in enumerate(in_order):
+            last = place == len(in_order) - 1
+            phase: Json = {"ph": "f", "bp": "e"} if last else {"ph": "t" if place else "s"}
+            events.append({**same, **phase, "pid": rank, "tid": s.thread + 1, "ts": round(s.start, 3)})
     return {
         "displayTimeUnit": "ms",
         "traceEvents": events,
@@ -361,17 +368,6 @@ def _in_flight(rank: int, slices: Sequence[Slice]) -> Iterator[Json]:
             same: Json = {"cat": "in flight", "name": begun.what.name, "pid": rank, "id": f"{rank}.{number}"}
             yield {**same, "ph": "b", "ts": round(begun.start, 3)}
             yield {**same, "ph": "e", "ts": round(s.end, 3)}
-
-
-def _flows(slices: dict[int, list[Slice]]) -> Iterator[Json]:
-    """Yields lines between the same collective on its ranks, from the first that came to the last."""
-    for number, (what, arrivals) in enumerate(collectives(slices)):
-        same: Json = {"cat": "collective", "name": what.name, "id": number}
-        in_order = sorted(arrivals.items(), key=lambda item: item[1].start)
-        for place, (rank, s) in enumerate(in_order):
-            last = place == len(in_order) - 1
-            phase: Json = {"ph": "f", "bp": "e"} if last else {"ph": "t" if place else "s"}
-            yield {**same, **phase, "pid": rank, "tid": s.thread + 1, "ts": round(s.start, 3)}
 
 
 def collectives(slices: dict[int, list[Slice]]) -> list[tuple[What, dict[int, Slice]]]:

@@ -378,22 +378,16 @@ def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_in
         found = found_inf if here else torch.zeros_like(found_inf, device=device)
         inv = inv_scale.to(device)
         if _is_lazy(device) or lacks_kernel(_UNSCALE, device):
-            _unscale_by_elementary_operations(values, found, inv)
+            # in operations that any device has and any compiler fuses; lazy devices lack it for half precision
+            for v in values:
+                found.copy_(torch.maximum(found, (~torch.isfinite(v)).any().to(found.dtype)))
+                # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
+                wide = torch.promote_types(v.dtype, torch.float32)
+                v.copy_((v.to(wide) * inv.to(wide)).to(v.dtype))
         else:
             torch._amp_foreach_non_finite_check_and_unscale_(values, found, inv)
         if not here:
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-
-
-def _unscale_by_elementary_operations(
-    values: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """Does it in operations that any device has and any compiler fuses; lazy devices lack it for half precision."""
-    for v in values:
-        found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(v)).any().to(found_inf.dtype)))
-        # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
-        wide = torch.promote_types(v.dtype, torch.float32)
-        v.copy_((v.to(wide) * inv_scale.to(wide)).to(v.dtype))
 
 
 @torch.no_grad()

@@ -827,13 +827,6 @@ def test_in_torchs_pipelines(rank: int) -> None:
     plain, data = nn.ModuleList([Part(), Part()]), torch.randn(2, 4, 4)
     alone = [dist.new_group([k]) for k in range(2)][rank]
 
-    def schedule(kind: Any, parts: Any, **words: Any) -> Any:
-        for part in parts:
-            for m in (part.first, part.second, part):
-                fully_shard(m, **words)
-        stages = [PipelineStage(p, k, 2, torch.device("cpu"), group=alone) for k, p in enumerate(parts)]
-        return kind(stages, 2, loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
-
     halves, words = ScheduleZBVZeroBubble, [{"reshard_after_forward": kept} for kept in (False, True)]
     for kind, said in (
         (ScheduleInterleaved1F1B, words[0]),
@@ -842,7 +835,11 @@ def test_in_torchs_pipelines(rank: int) -> None:
         (halves, {}),
     ):
         parts, truth = cast("Any", copy.deepcopy(plain)), cast("Any", copy.deepcopy(plain))
-        pipeline = schedule(kind, parts, **said)
+        for part in parts:
+            for m in (part.first, part.second, part):
+                fully_shard(m, **said)
+        stages = [PipelineStage(p, k, 2, torch.device("cpu"), group=alone) for k, p in enumerate(parts)]
+        pipeline = kind(stages, 2, loss_fn=lambda y, t: (y - t).square().sum(), scale_grads=False)
         parts[1].skips = rank == 0
         optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (parts, truth)]
         for _ in range(2):

@@ -283,13 +283,6 @@ def _size(tensors: Tree) -> int:
     return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
 
-def _without_views_of(inputs: Tree, outputs: Tree) -> list[torch.Tensor]:
-    """Returns outputs that have memory of their own."""
-    old = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
-    found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-    return [t for t in found if t.untyped_storage().data_ptr() not in old]
-
-
 class LayerwiseMemoryTracker:
     """Records the memory in use after forward and backward of each innermost layer::
 
@@ -446,7 +439,10 @@ class LayerwiseMemoryTracker:
             self._gathered_by_unit.pop()
         if self._entered == name:  # no other module ran inside of it
             allocated, _ = self._memory()
-            event = TraceForwardEvent(allocated - self._before, _size(_without_views_of(inputs, outputs)))
+            old = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)}
+            found = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+            made = [t for t in found if t.untyped_storage().data_ptr() not in old]  # not views of inputs
+            event = TraceForwardEvent(allocated - self._before, _size(made))
             self._trace(name, module, sum(self._gathered_by_unit), event)
             self._watch_backward(name, module, inputs, outputs)
         self._entered = None

@@ -71,23 +71,19 @@ def _replace_cuda() -> None:
     tensor.cpu = lambda self, *args, **kwargs: self.clone()
 
 
-def _flat_operands(name: str) -> None:
-    """Flattens what gloo's one-piece reduce-scatter gets: it takes vectors only."""
-    original = getattr(dist, name)
-
-    @functools.wraps(original)
-    def flat(output: torch.Tensor, tensor: torch.Tensor, *args: Tree, **kwargs: Tree) -> Tree:
-        return original(output.view(-1), tensor.reshape(-1), *args, **kwargs)
-
-    setattr(dist, name, flat)
-
-
 def start_rank(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
     """Makes this process a rank for fairscale."""
     from shardkit.backends.processes import join_ranks
 
     join_ranks(rank, world_size, rendezvous, backend)
     _replace_cuda()
-    _flat_operands("_reduce_scatter_base")
+    collectives: Tree = dist
+    original = collectives._reduce_scatter_base
+
+    @functools.wraps(original)
+    def flat(output: torch.Tensor, tensor: torch.Tensor, *args: Tree, **kwargs: Tree) -> Tree:
+        return original(output.view(-1), tensor.reshape(-1), *args, **kwargs)
+
+    collectives._reduce_scatter_base = flat  # gloo's one-piece reduce-scatter takes vectors only
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
