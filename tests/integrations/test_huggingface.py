@@ -352,13 +352,6 @@ def test_what_is_refused(rank: int, port: int, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ places of FSDP1 and FSDP2
-def _holds_torchs(module: Any) -> bool:
-    """Whether other tests have left one of torch's here, which Trainer does not call."""
-    torchs = torch.distributed.fsdp.FullyShardedDataParallel, torch.distributed.fsdp.fully_shard
-    found = {id(value) for value in getattr(module, "__dict__", {}).values()}
-    return not found.isdisjoint(map(id, torchs))
-
-
 def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None, version: int) -> Any:
     import accelerate.state as states
     from torch.distributed.fsdp import FSDPModule
@@ -366,9 +359,15 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None, 
 
     from shardkit import torch_fsdp, torch_fsdp2
 
-    theirs = [n for n, m in list(sys.modules.items()) if not n.startswith("torch.") and _holds_torchs(m)]
-    taken = {name: sys.modules.pop(name) for name in theirs}
     door = torch_fsdp2 if version == 2 else torch_fsdp
+    served = {id(one) for one in door._served._theirs.values()}
+    # other tests have left some of torch's in modules that Trainer does not use
+    theirs = [
+        name
+        for name, module in list(sys.modules.items())
+        if not name.startswith("torch.") and not served.isdisjoint(map(id, vars(module).values()))
+    ]
+    taken = {name: sys.modules.pop(name) for name in theirs if name.partition(".")[0] != "shardkit"}
     door.install()
     try:
         with Environment(rank, port):
