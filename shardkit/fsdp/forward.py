@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 _node_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
 @not_compiled
@@ -380,7 +381,9 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
         # a loss that a module keeps, and the program adds to the others: a loop, since a call would be one in each step
         for module in unit.needs[0].modules if unit.needs else ():
-            for name, kept in module.__dict__.items():
+            attributes = module.__dict__
+            for name in attributes.keys() - _OF_ALL_MODULES:
+                kept = attributes[name]
                 kind = type(kept)
                 if kind is torch.Tensor or ((kind is list or kind is dict) and kept and name[0] != "_"):
                     for tensor in (kept,) if kind is torch.Tensor else tensors_in(kept):

@@ -430,11 +430,9 @@ class ExtendedParameter(OriginalParameter):
         after = self.part.fsdp_post_all_gather
         with _keeping_versions((*into.values(),)):
             made = after(outputs, self._metadata, dtype, **into)
-        return (
-            made
-            if into
-            else (torch.as_strided(made[0], self.shape, contiguous_strides(self.shape), 0), made[1])
-        )
+        if into:
+            return made
+        return torch.as_strided(made[0], self.shape, contiguous_strides(self.shape), 0), made[1]
 
 
 @final
