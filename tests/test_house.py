@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_978  # of all source; to be lowered with each release
+LINES = 64_976  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_241,
-    "compat": 9_523,
+    "compat": 9_521,
     "shardkit": 2_353,  # the files right there
     "shardkit/checkpoint": 6_700,
     "shardkit/flattening": 871,

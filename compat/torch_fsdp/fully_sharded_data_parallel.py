@@ -166,7 +166,7 @@ class FullyShardedDataParallel(StandIn):
         self._settings = checked(StateDictType.FULL_STATE_DICT, None, None)
         self.register_load_state_dict_pre_hook(gather_loaded)
         if use_orig_params:
-            follow_at_first_call(self)
+            self.register_forward_pre_hook(_follow)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
         """Gives the module start values where it is to be, and shards it."""
@@ -732,24 +732,22 @@ def _keep(listing: Registered) -> None:
 
 
 # ------------------------------------------------------------ optimizers made before
-def follow_at_first_call(unit: FullyShardedDataParallel) -> None:
+def _follow(unit: nn.Module, _: object) -> None:
     """Leads optimizers of the model as it was to its shards, once it is called: with ``use_orig_params`` torch's serve.
 
     Those that have stepped before are left alone; their next step is refused.
     """
-
-    def follow(unit: nn.Module, _: object) -> None:
-        del unit._forward_pre_hooks[hook.id]  # a copy of the unit has its own under the same number
-        if not isinstance(unit, FullyShardedDataParallel) or unit._state.is_root is False:
-            return  # inside of one that has been called
-        flats = {*unit._state.all_flats()}
-        for found in gc.get_objects():
-            if issubclass(type(found), Optimizer) and not isinstance(found, OSS | WholeParameters):
-                own = [p for g in found.param_groups for p in g["params"] if managing(p) in flats]
-                if own and not any(found.state.get(p) for p in own):
-                    follow_shards(found)
-
-    hook = unit.register_forward_pre_hook(follow)
+    hooks = unit._forward_pre_hooks
+    for number in [k for k, hook in hooks.items() if hook is _follow]:
+        del hooks[number]
+    if not isinstance(unit, FullyShardedDataParallel) or unit._state.is_root is False:
+        return  # inside of one that has been called
+    flats = {*unit._state.all_flats()}
+    for found in gc.get_objects():
+        if issubclass(type(found), Optimizer) and not isinstance(found, OSS | WholeParameters):
+            own = [p for g in found.param_groups for p in g["params"] if managing(p) in flats]
+            if own and not any(found.state.get(p) for p in own):
+                follow_shards(found)
 
 
 # ------------------------------------------------------------ optimizer state
