@@ -325,14 +325,7 @@ class Group(OutsideGraphs, abc.ABC):
 
     @abc.abstractmethod
     def _all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        come: Sizes,
-        go: Sizes,
-        even: bool,
-        async_op: bool,
-        label: str,
+        self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
         """Sends [sum(go)], receives [sum(come)]; ``even``: no sizes were given, so that ranks know each other's."""
 

@@ -21,13 +21,10 @@ from .served import Served
 
 __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
 
-_served = Served(
-    "shardkit.torch_fsdp",
-    1,
-    {
-        torchs: fully_sharded_data_parallel,
-        torchs_scaler: sharded_grad_scaler,
-        torchs_state_dict: state_dict,
-    },
-)
+_modules = {
+    torchs: fully_sharded_data_parallel,
+    torchs_scaler: sharded_grad_scaler,
+    torchs_state_dict: state_dict,
+}
+_served = Served("shardkit.torch_fsdp", 1, _modules)
 install, uninstall, is_installed = _served.install, _served.uninstall, _served.is_installed

@@ -745,7 +745,8 @@ def _follow(unit: nn.Module, _: object) -> None:
     flats = {*unit._state.all_flats()}
     for found in gc.get_objects():
         if issubclass(type(found), Optimizer) and not isinstance(found, OSS | WholeParameters):
-            own = [p for g in found.param_groups for p in g["params"] if managing(p) in flats]
+            groups = getattr(found, "param_groups", ())  # one that combines others may have none
+            own = [p for g in groups for p in g["params"] if managing(p) in flats]
             if own and not any(found.state.get(p) for p in own):
                 follow_shards(found)
 

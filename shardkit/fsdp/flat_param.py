@@ -702,6 +702,7 @@ class FlatParam:
     group: Group
     post_forward_mesh: Group | None
     gathers_over: Group | None = None
+    left_out: Sequence[tuple[int, str]] = ()
 
     def __init__(
         self,
@@ -720,7 +721,6 @@ class FlatParam:
     ) -> None:
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
-        self.left_out: list[tuple[int, str]] = []
         self.places = list(places)
         self.shards: RegisteredShards | None = None
         self.listings: Sequence[Registered] = [self]
@@ -781,7 +781,7 @@ class FlatParam:
         """Gives up an original parameter, the others being laid out so, before the first forward."""
         gone = self.originals.pop(number)
         known_originals.pop(id(gone.param), None)
-        self.left_out.append((gone.home, self.names.pop(number)))
+        self.left_out = (*self.left_out, (gone.home, self.names.pop(number)))
         self.layout, self.unused = layout, Unused(len(self.originals))
         if self.shards is not None:
             self.shards.leave_out(number)

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,7 @@ from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
     COMPILED_AUTOGRAD,
     NO_BACKWARD,
+    GradientHook,
     current_backward,
     in_fields,
     tensors_in,
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
 
 _node_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+_LATEST = 64  # of what a module keeps in a list or dict
 
 
 @not_compiled
@@ -338,6 +341,23 @@ def enter_again(state: ShardingState) -> None:
         check_one_thread(engine, "forward")
 
 
+def _watch_early(
+    early: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], hook: GradientHook, passed: Container[int]
+) -> None:
+    """Calls ``hook`` where a backward reaches these before the outputs of their call: later its unit is released."""
+    reached = NO_BACKWARD
+
+    def note(gradient: torch.Tensor, enters: bool = False) -> None:
+        nonlocal reached
+        before, reached = reached, current_backward()
+        if enters and reached != before:
+            hook(gradient)
+
+    watch_outputs(outputs, note, passed)
+    for tensor in early:
+        tensor.register_hook(functools.partial(note, enters=True))
+
+
 @not_compiled
 def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
     """Gives back what the unit gathered; returns the outputs, with copies in place of memory that goes."""
@@ -380,17 +400,22 @@ def leave(state: ShardingState, entered: Entered, outputs: Tree) -> Tree:
             passed.update(map(id, given))
         have_graph = watch_outputs(tensors, seen.enter_backward, passed)
         # a loss that a module keeps, and the program adds to the others: a loop, since a call would be one in each step
+        early: list[torch.Tensor] = []
         for module in unit.needs[0].modules if unit.needs else ():
             attributes = module.__dict__
             for name in attributes.keys() - _OF_ALL_MODULES:
                 kept = attributes[name]
                 kind = type(kept)
-                if kind is torch.Tensor or ((kind is list or kind is dict) and kept and name[0] != "_"):
-                    for tensor in (kept,) if kind is torch.Tensor else tensors_in(kept):
-                        node = tensor.grad_fn
+                if kind is torch.Tensor or kind is list or kind is dict:
+                    found = kept.values() if kind is dict else kept if kind is list else (kept,)
+                    # the last ones: it may be a vocabulary
+                    for tensor in islice(reversed(found), _LATEST):
+                        node = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
                         if node is not None and node._sequence_nr() >= unit.began:
-                            tensor.register_hook(seen.enter_backward)
-                            have_graph = True
+                            early.append(tensor)
+        if early:
+            have_graph = True
+            _watch_early(early, tensors, seen.enter_backward, passed)
         if engine.recording and (have_graph or unit.is_trainable):  # else no backward comes to it
             unit.is_reached = True
     if is_outermost:

@@ -26,13 +26,7 @@ from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
-from .forward import (
-    Entered,
-    enter,
-    enter_again,
-    fail,
-    leave,
-)
+from .forward import Entered, enter, enter_again, fail, leave
 from .originals import check_asker
 from .own_forms import extension_of
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of, units_in

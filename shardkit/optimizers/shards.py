@@ -160,14 +160,15 @@ def take_part(part: StepPart, *, last: bool = False, refuses: bool = False) -> N
 @not_compiled
 def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Tree:
     # args begins with the optimizer itself
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    is_first = len(args) > 1 and callable(args[1])
+    closure = args[1] if is_first else kwargs.get("closure")
     for part in _parts:
         if not (part in _refusing and callable(closure)):
             part.before(optimizer)
     if not callable(closure):
         return None
     evaluated = _with_parts(optimizer, closure)
-    if len(args) > 1:
+    if is_first:
         return (args[0], evaluated, *args[2:]), kwargs
     return args, {**kwargs, "closure": evaluated}
 

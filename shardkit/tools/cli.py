@@ -18,7 +18,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -615,13 +614,17 @@ torchrun --nproc-per-node 2 -m shardkit run-as-fsdp2 train.py --epochs 3
 """
 
 
-def _run_as(door: str, options: argparse.Namespace) -> int:
+def _run_as(door: str) -> Callable[[argparse.Namespace], int]:
     """Runs the program as ``__main__`` after a door's ``install()``; what it raises passes through, SystemExit too."""
-    from shardkit.tools.run.rank import run_program
 
-    importlib.import_module(door).install()
-    run_program([options.program, *options.arguments], options.is_module)
-    return 0
+    def run(options: argparse.Namespace) -> int:
+        from shardkit.tools.run.rank import run_program
+
+        importlib.import_module(door).install()
+        run_program([options.program, *options.arguments], options.is_module)
+        return 0
+
+    return run
 
 
 # ------------------------------------------------------------ trace
@@ -741,15 +744,9 @@ COMMANDS = {
     "migrate": _Command(_MIGRATE, _migrate_arguments, _migrate),
     "rehearse": _Command(_REHEARSE, _rehearse_arguments, _rehearse),
     "run": _Command(_RUN, _run_arguments, _run),
-    "run-as-fairscale": _Command(
-        _RUN_AS_FAIRSCALE, _program_arguments, partial(_run_as, "shardkit.compat"), True
-    ),
-    "run-as-fsdp1": _Command(
-        _RUN_AS_FSDP1, _program_arguments, partial(_run_as, "shardkit.torch_fsdp"), True
-    ),
-    "run-as-fsdp2": _Command(
-        _RUN_AS_FSDP2, _program_arguments, partial(_run_as, "shardkit.torch_fsdp2"), True
-    ),
+    "run-as-fairscale": _Command(_RUN_AS_FAIRSCALE, _program_arguments, _run_as("shardkit.compat"), True),
+    "run-as-fsdp1": _Command(_RUN_AS_FSDP1, _program_arguments, _run_as("shardkit.torch_fsdp"), True),
+    "run-as-fsdp2": _Command(_RUN_AS_FSDP2, _program_arguments, _run_as("shardkit.torch_fsdp2"), True),
     "trace": _Command(_TRACE, _trace_arguments, _trace),
     "verify": _Command(_VERIFY, _verify_arguments, _verify),
 }

@@ -256,10 +256,11 @@ _open: ContextVar[tuple[uneven, ...]] = ContextVar("uneven", default=())  # bloc
 def _without_share(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Leaves a call out of the mean whose backward gives gradients of its inputs alone (of an attack, say)."""
     is_of_params = any(isinstance(asked, nn.Parameter) for asked in inputs)
-    calls = [block for block in _open.get() if block._lacks and not is_of_params]
+    calls = [(b, b._by.state.count) for b in _open.get() if b._lacks and not is_of_params]
     yield
-    for block in calls:
-        block._total -= block._weight
+    for block, count in calls:
+        if block._by.state.count != count:  # it went through the call
+            block._total -= block._weight
 
 
 class uneven:

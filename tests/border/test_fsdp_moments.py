@@ -229,14 +229,16 @@ def test_outputs_that_are_parameters(rank: int, how: str) -> None:
 
 
 class Balanced(nn.Module):
-    """Keeps losses made of its outputs, as routers and codebooks do."""
+    """Keeps losses made of its outputs, as routers and codebooks do, and for some batches what it computed before."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 600) -> None:  # too large to travel with others
         super().__init__()
-        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.layer, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs = torch.tanh(self.layer(x))
+        hidden = torch.sin(x)
+        self.hidden = hidden if hidden.mean() > 0 else None
+        outputs = torch.tanh(self.layer(hidden))
         self.size = (outputs * self.scale).square().mean()
         self.more = {"spread": (outputs.std(0) * self.scale).mean()}
         return outputs
@@ -249,12 +251,16 @@ def _with_kept(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_losses_that_modules_keep(rank: int) -> None:
-    """Backward came to such a loss before the unit's outputs, where parameters had no memory, and ended the process."""
+    """Backward came to such a loss before the unit's outputs, where parameters had no memory, and ended the process.
+
+    What a unit computed before, and keeps on some ranks alone, gathers nothing again.
+    """
     for door in (FSDP, fully_shard):
         plain, model = (
-            build(lambda: nn.Sequential(Balanced(), Balanced(), nn.Linear(WIDTH, 2))) for _ in range(2)
+            build(lambda: nn.Sequential(nn.Linear(WIDTH, 600), Balanced(), Balanced(), nn.Linear(600, 2)))
+            for _ in range(2)
         )
-        for k in range(3):
+        for k in range(4):
             model[k] = door(model[k])  # type: ignore[operator]
         model = door(model)  # type: ignore[operator]
         train_beside(rank, 2, model, plain, lambda m, r, step: _with_kept(m, batch(step, 2)[r]))

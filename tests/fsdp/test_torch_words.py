@@ -820,6 +820,10 @@ class Part(nn.Module):
         return x + self.second(torch.tanh(y.detach() if self.skips else y))
 
 
+# where parts of one rank follow each other
+@pytest.mark.skipif(
+    torch.__version__[:4] == "2.9.", reason="torch 2.9 sends messages to its own rank: not with gloo"
+)
 @on_ranks(2)
 def test_in_torchs_pipelines(rank: int) -> None:
     """Micro-batches are reduced at the end, halves of backwards too, and where one rank has no gradient of a unit."""

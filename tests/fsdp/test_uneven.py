@@ -107,6 +107,8 @@ def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighte
                         attacked = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
                         torch.autograd.grad(model(attacked).sum(), attacked)
                     loss = _loss(model, 1000 * step + 10 * k + rank)
+                    if k == 1:  # of another graph
+                        torch.autograd.grad(attacked.sin().sum(), attacked)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
                 _evaluate(model, plain, evaluations.choice((0, 1)))
         total = sum(1 + k if weighted else 1 for n in per_rank for k in range(n))
