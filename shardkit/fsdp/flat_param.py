@@ -138,12 +138,7 @@ class RegisteredShard:
     standing: StandingGradient | None = None
 
     def __init__(
-        self,
-        flat: FlatParam,
-        number: int,
-        listed: Listed,
-        values: torch.Tensor,
-        spec: DTensorSpec | None,
+        self, flat: FlatParam, number: int, listed: Listed, values: torch.Tensor, spec: DTensorSpec | None
     ) -> None:
         self.flat, self.first = flat, number
         self.original = original = flat.originals[number]

@@ -100,10 +100,7 @@ def nothing(norm_type: float) -> float:
 
 
 def local_norm(
-    gradients: Sequence[torch.Tensor],
-    norm_type: float,
-    like: torch.Tensor,
-    foreach: bool | None = None,
+    gradients: Sequence[torch.Tensor], norm_type: float, like: torch.Tensor, foreach: bool | None = None
 ) -> torch.Tensor:
     """Returns the norm of this rank's gradients seen as one; 0-dim.
 

@@ -132,11 +132,7 @@ def whole(value: Tree) -> torch.Tensor:
 
 
 def part_here(
-    like: torch.Tensor,
-    mesh: DeviceMesh,
-    shape: torch.Size,
-    within: DTensorSpec | None = None,
-    dim: int = 0,
+    like: torch.Tensor, mesh: DeviceMesh, shape: torch.Size, within: DTensorSpec | None = None, dim: int = 0
 ) -> DTensor:
     """Returns a DTensor over no values, for what it says: its ``_spec``, and the shape of the part on this rank.
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed.nn.functional as collectives
 from torch import nn
+from torch.distributed import fsdp  # where install() may replace it: a module that keeps it would be refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -156,7 +156,11 @@ def test_experts_beside_fsdp2_and_one_process(rank: int) -> None:
     world, one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")), Net()
     truth = _train(one, range(4), 4)
     has_meshes = ShardPlacementResult is not None
-    ways = [(fully_shard, True), (fsdp2, not has_meshes), *([(fully_shard, False)] if has_meshes else [])]
+    ways = [
+        (fully_shard, True),
+        (fsdp.fully_shard, not has_meshes),
+        *([(fully_shard, False)] if has_meshes else []),
+    ]
     for shard, apart in ways:
         model = _parallel(Net(), world, shard, apart)
         for block in model.blocks:

@@ -49,6 +49,9 @@ from .devices import device_named as device_named
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = ["DEVICES", "STRATEGIES", "Device", "Estimate", "Subject", "device_named", "estimate"]
+__all__ += ["from_experiment", "from_hugging_face", "smallest_ranks", "with_adapters"]
+
 
 # ------------------------------------------------------------ subjects
 # An Experiment, or a model by its Hugging Face configuration; and how each can be sharded.

@@ -54,6 +54,8 @@ from .surroundings import (
     watching,
 )
 
+__all__ = ["Report", "rehearse"]
+
 _Number = TypeVar("_Number", int, float)
 _LARGEST = 12  # kinds of collectives that are listed
 

@@ -34,6 +34,10 @@ from ...torch_seams.tensors import differing
 from ...tracing.tables import counted
 from ...types import Kwargs, SavedState, StateDict, Tree
 
+__all__ = ["EXACT", "Difference", "Experiment", "Moment", "Parting", "Report", "Side", "Tolerance", "Trace"]
+__all__ += ["Verifier", "check_named", "check_numbers", "check_optimizer_state", "check_tensor"]
+__all__ += ["check_value", "first_parting", "tolerance_of", "verify"]
+
 # ------------------------------------------------------------ what two runs saw, compared
 # Numbers, tensors, state dicts; the first difference is an error.
 
