@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_982  # of all source; to be lowered with each release
+LINES = 64_979  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_241,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_346,  # the files right there
     "shardkit/checkpoint": 6_700,
     "shardkit/flattening": 871,
-    "shardkit/fsdp": 11_449,
+    "shardkit/fsdp": 11_448,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_505,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_040,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_626,
+    "shardkit/tools": 7_624,
     "shardkit/torch_seams": 1_311,
     "shardkit/tracing": 1_568,
     "shardkit/training": 4_794,

@@ -344,9 +344,8 @@ def _takes_place(listing: Tree, values: Tree) -> bool:
     ):
         return False
     if kept is None:
-        flat.shards.params[listing.first] = listing.param = (
-            values  # its memory is followed where it is needed
-        )
+        # its memory is followed where it is needed
+        flat.shards.params[listing.first] = listing.param = values
         note_listings([listing])
         return True
     if has_stand_ins(flat.param):

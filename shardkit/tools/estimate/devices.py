@@ -255,9 +255,8 @@ class CountingBackend(Host):
     """
 
     name = "counting"
-    device_type = (
-        "meta"  # device() is the host: what ranks tell each other has values, which no other rank changes
-    )
+    # device() is the host: what ranks tell each other has values, which no other rank changes
+    device_type = "meta"
 
     def __init__(
         self, world_size: int, rank: int = 0, resized: Resized | None = None, on_host: bool = False

@@ -590,9 +590,8 @@ _WAITS = (
     (concurrent.futures.Future, "result"),
     (concurrent.futures.Future, "exception"),
 )
-_AT_ONCE = (
-    0.05  # seconds; what is there sooner, such as a thread that starts, is no reason to pass the turn on
-)
+# seconds; what is there sooner, such as a thread that starts, is no reason to pass the turn on
+_AT_ONCE = 0.05
 
 
 @contextlib.contextmanager
