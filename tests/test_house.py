@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_979  # of all source; to be lowered with each release
+LINES = 64_934  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_241,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_346,  # the files right there
     "shardkit/checkpoint": 6_700,
     "shardkit/flattening": 871,
-    "shardkit/fsdp": 11_448,
+    "shardkit/fsdp": 11_403,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_505,

@@ -2,7 +2,7 @@
 
 from .construct import hybrid_groups
 from .fully_shard import fully_shard
-from .masters import step_in_backward
+from .optimizer_check import step_in_backward
 from .sharded_api import Change, SentWeights, sharding_of
 from .state_dict import gather_plain, shard_plain
 from .torch_words import register_fsdp_forward_method

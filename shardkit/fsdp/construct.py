@@ -46,8 +46,7 @@ from ..torch_seams.tensors import memory_of, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .flat_param import FlatParam
 from .gradients import OWN
-from .masters import Mirrored, notice_scaling
-from .optimizer_check import first_steps, step_locally, watch_steps
+from .optimizer_check import first_steps, notice_scaling, step_locally, watch_steps
 from .originals import (
     ORDER,
     AnnotatedParameter,
@@ -67,7 +66,7 @@ from .originals import (
 )
 from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
-from .store import Stored, own_shard, put_together
+from .store import Mirrored, Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import Unit
 

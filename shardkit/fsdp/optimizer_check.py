@@ -22,18 +22,28 @@ local rows, and costs a fraction over these: of each operation, DTensor looks fo
 from the beginning of such an optimizer's step to its end its groups list ordinary parameters, with the memory, the
 gradients and the state of the DTensors. Between steps groups and state are as ever. What comes to be in a step is made
 a DTensor at its end.
+
+[Note: steps in backward] Between backward and step a program may read and change all gradients: clip them, unscale
+them, skip the step. So at the end of backward the host waits for all of them, and the device has nothing to do while
+the optimizer runs. With :func:`~shardkit.step_in_backward` a program says that it does nothing of that. At the end of
+backward, where the device still computes what the host has long issued, the host then takes one unit after the other:
+it waits for its gradient, runs the optimizer over it, and sends the new values up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +52,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
-from ..optimizers.shards import AgreedOptions, group_facts, listing_of, shard_behind, take_part
+from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
 from ..torch_seams.dtensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by
@@ -457,3 +467,184 @@ def step_locally(params: Sequence[nn.Parameter]) -> None:
     """Makes optimizers that list these DTensors update local memory from now on."""
     if any(map(is_dtensor, params)):
         take_part(_local_steps, last=True)
+
+
+# ------------------------------------------------------------ the step of an optimizer as a part of backward
+@contextlib.contextmanager
+def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
+    """Makes ``backward()`` inside the optimizer's ``step()`` and ``zero_grad()``, too (collective).
+
+    ::
+
+        with shardkit.step_in_backward(optimizer):
+            loss.backward()
+
+    For shards on the host (``OffloadPolicy(masters=True)``): the optimizer runs over a unit's shards while the device
+    computes the rest of backward, and the new values go up meanwhile. The numbers are those of ``loss.backward()``,
+    ``optimizer.step()`` and ``optimizer.zero_grad()``. Nothing can come between backward and step, so gradients can't
+    be clipped or unscaled; a program that does so calls ``step()``. Micro-batches before the last one are outside.
+
+    Args:
+        optimizer: element-wise: of torch's, or declared (:func:`~shardkit.declare_elementwise`).
+
+    Raises:
+        ConfigurationError: the optimizer is another one, lists no such shards, or has hooks before its step.
+        LifecycleError: a second backward inside, or that of a loss that a gradient scaler has scaled; or this is inside
+            of :class:`~shardkit.SkipOutOfMemory`.
+    """
+    steps = _steps.get(optimizer)
+    if steps is None or steps.are_of_others(optimizer):
+        steps = _StepsByUnit(optimizer)
+        _steps[optimizer] = steps
+    steps.begin(optimizer)
+    try:
+        yield
+        steps.step_rest(optimizer)
+    finally:
+        steps.end(optimizer)
+
+
+class _StepsByUnit:
+    """Makes of one optimizer one for each flat parameter, with the same state and options.
+
+    So whatever looks at the steps of an optimizer over shards looks at these.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not is_known_elementwise(type(optimizer)):
+            raise ConfigurationError(
+                f"step_in_backward: {type(optimizer).__name__} may look at more than one parameter, or at what is not "
+                f"there before backward ends; it is for torch's {names_of_elementwise()}. Call step() after backward; "
+                "if it updates every element by itself: shardkit.declare_elementwise"
+            )
+        self._listed = _listed(optimizer)
+        are_there = False
+        found: dict[FlatParam, list[list[nn.Parameter]]] = {}  # by what they are of, of each group
+        for k, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                listing = listing_of(param)
+                if listing is not None and listing.flat.offloaded is not None:
+                    are_there = True
+                    if listing.flat.store.landing is not None:
+                        found.setdefault(listing.flat, [[] for _ in self._listed])[k].append(param)
+        self._parts = {flat: _part_of(optimizer, params) for flat, params in found.items()}
+        self._stepped: set[FlatParam] = set()
+        self._thread = 0  # that runs the block; backward may run in others
+        if not are_there:  # else one rank that has all of them may need no copy
+            raise ConfigurationError(
+                "step_in_backward: the optimizer lists no shards on the host that the device has a copy of; shard with "
+                "offload=OffloadPolicy(masters=True), or call step() after backward"
+            )
+        if any(flat.reduce.order is not None for flat in self._parts):
+            raise ConfigurationError(
+                'step_in_backward with ReducePolicy(order="fixed"): a step waits for other micro-batches there; call '
+                "step() after the last one"
+            )
+
+    def are_of_others(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer lists other parameters by now, or they are elsewhere."""
+        is_moved = any(flat.store.landing is None for flat in self._parts)
+        return is_moved or _listed(optimizer) != self._listed
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Steps from now on follow each unit's gradient."""
+        own = optimizer.__dict__.get("step")
+        if optimizer._optimizer_step_pre_hooks or not (own is None or hasattr(own, "_wrapped_by_lr_sched")):
+            raise ConfigurationError(
+                "step_in_backward: the optimizer has hooks before its step (register_step_pre_hook), or a step() of "
+                "its own, which would come after the steps of units; remove them, or call step() after backward"
+            )
+        self._refuse_skipping()
+        first_steps.before(optimizer, is_due=False)
+        first_steps.by_unit.add(optimizer)
+        self._stepped, self._thread = set(), threading.get_ident()
+        for flat, part in self._parts.items():
+            part.state = optimizer.state
+            copy_options(optimizer.param_groups, part.param_groups)
+            if (landing := flat.store.landing) is not None:
+                landing.then = functools.partial(self._step, flat)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Gives gradients back to the program."""
+        first_steps.by_unit.discard(optimizer)
+        for flat in self._parts:
+            if (landing := flat.store.landing) is not None:
+                landing.then = None
+
+    def _step(self, flat: FlatParam) -> None:
+        if flat in self._stepped:
+            raise LifecycleError(
+                f"step_in_backward: a second backward inside of one block would be a second step of {flat.label}. Run "
+                "the backwards of other micro-batches in front of the block, and the last one inside"
+            )
+        self._refuse_scaled()
+        self._refuse_skipping()
+        self._stepped.add(flat)
+        part = self._parts[flat]
+        part.step()
+        part.zero_grad()
+
+    def _refuse_skipping(self) -> None:
+        if not may_be_skipped.isdisjoint(self._parts):
+            raise LifecycleError(
+                "step_in_backward inside of SkipOutOfMemory: a unit's step could not be taken back where a rank runs "
+                "out of memory later in this backward. Call step() behind the with of SkipOutOfMemory"
+            )
+
+    def _refuse_scaled(self) -> None:
+        scaler = _scaling.get(self._thread, lambda: None)()
+        if scaler is not None:
+            raise LifecycleError(
+                f"step_in_backward with a loss that {type(scaler).__name__}.scale() has scaled, without an update() "
+                "since: gradients have to be unscaled before a step. Call step() after backward, outside"
+            )
+
+    def step_rest(self, optimizer: Optimizer) -> None:
+        """Steps what is sharded otherwise or not at all, and what this backward did not reach."""
+        self._refuse_scaled()
+        for flat in self._parts:
+            if flat not in self._stepped:
+                self._step(flat)
+        optimizer.step()  # over what has a gradient still
+        optimizer.zero_grad()
+
+
+_steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
+may_be_skipped: weakref.WeakSet[FlatParam] = weakref.WeakSet()  # by batches that are not through yet
+_scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled a loss since its last update
+
+
+def notice_scaling() -> None:
+    """Notes from now on whether a gradient scaler has scaled a loss."""
+    if not hasattr(GradScaler.scale, "__wrapped__"):
+        scale, update = GradScaler.scale, GradScaler.update
+        GradScaler.scale, GradScaler.update = _noted(scale, True), _noted(update, False)  # type: ignore[method-assign]
+
+
+def _noted(method: AnyCallable, scales: bool) -> AnyCallable:
+    @functools.wraps(method)
+    def noted(self: GradScaler, *args: Tree, **kwargs: Tree) -> Tree:
+        _scaling.pop(threading.get_ident(), None)
+        if scales and self.is_enabled():
+            _scaling[threading.get_ident()] = weakref.ref(self)
+        return method(self, *args, **kwargs)
+
+    return noted
+
+
+def _listed(optimizer: Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _part_of(optimizer: Optimizer, params: Sequence[list[nn.Parameter]]) -> Optimizer:
+    """Makes an optimizer that is another one in all but what it lists, and who hears of its steps."""
+    part: Optimizer = object.__new__(type(optimizer))
+    part.__dict__.update(
+        {
+            name: OrderedDict() if name.endswith("_hooks") else value
+            for name, value in optimizer.__dict__.items()
+            if name != "step"  # a scheduler's, that counts the program's steps
+        }
+    )
+    part.param_groups = [{"params": listed} for listed in params]
+    return part

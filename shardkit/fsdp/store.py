@@ -32,6 +32,18 @@ message more; where it is large, a message more is nothing beside its bytes, and
 [Note: one gather a unit] Where execution is lazy, all collectives of a program are in one order, so that each is needed
 by the next, and the compiler drops none: a bias that backward never reads would be gathered again, too. So what a unit
 asks for at a time travels together.
+
+[Note: masters] Shards on the host, in full precision, have a copy on the device in the dtype that is computed in, of P
+bytes. So the optimizer runs on the host, where its state is too, and nothing that is read there differs from what it is
+without a copy: gradients, clipping, state dicts. What differs is what crosses the bus, and when.
+
+- *Up.* Gathers read the copy. It is renewed after each step of an optimizer, P bytes, unit by unit in the order of
+  forward; a unit's gather waits for its own part. Any other change of a shard is noticed in front of the next gather:
+  by its version, or by a sample of its numbers where a program writes by ``.data`` (an EMA that is swapped in). Values
+  are cast on the host, into pinned memory that nobody else writes to: what is on its way stays what it was, whatever
+  the program does to the shards meanwhile.
+- *Down.* A reduced gradient is copied as it has travelled between ranks, P bytes a backward, while backward goes on.
+  The host waits for it at the end of backward, and casts it there.
 """
 
 from __future__ import annotations
@@ -47,7 +59,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from ..backend import DONE, Group, Work
+from ..backend import DONE, Backend, Copy, Group, Work
 from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
 from ..torch_seams.dtensors import local_of
@@ -65,7 +77,6 @@ from .originals import (
 
 if TYPE_CHECKING:
     from .flat_param import FlatParam
-    from .masters import Landing
 
 
 class State(Enum):
@@ -324,7 +335,7 @@ class Store(ABC):
         self.state = RELEASED
 
     def renew(self, always: bool = True) -> None:  # noqa: B027 - most have no copy
-        """Copies the shard to the device, where that has a copy; see ``masters.py``."""
+        """Copies the shard to the device, where that has a copy; see [Note: masters]."""
 
     # ------------------------------------------------------------ what original parameters see
     def show(self, values: torch.Tensor) -> None:
@@ -667,6 +678,94 @@ class Stored(Store):
     def forget_kept(self) -> None:
         self._kept = None
         super().forget_kept()
+
+
+_SAMPLE = 256  # numbers of a shard
+_one = torch.empty(1)
+_ALONE = _holders_of(_one.untyped_storage()._cdata)
+
+
+class Landing:
+    """Brings gradients of one shard from the device to the host.
+
+    Attributes:
+        is_idle: a gradient has come since the copy was read: the device, too, is through with it.
+        then: called when a backward has brought its gradient.
+    """
+
+    def __init__(self, backend: Backend, size: int, dtype: torch.dtype) -> None:
+        self._backend, self._size, self._dtype = backend, size, dtype
+        self._memory: dict[torch.dtype, torch.Tensor] = {}  # pinned
+        self._arriving: list[tuple[torch.Tensor, Copy, list[bool], bool]] = []
+        self.is_idle = False
+        self.then: Callable[[], None] | None = None
+
+    def start(self, gradient: torch.Tensor, had: list[bool], had_all: bool) -> None:
+        """Copies a gradient of the device, [S], beside what is computed; notes who had it, and whether all had."""
+        memory = self._unused(gradient.dtype)
+        self._arriving.append((memory, self._backend.copy_down(memory, gradient), had, had_all))
+
+    def taken(self) -> list[tuple[torch.Tensor, Copy, list[bool], bool]]:
+        """Takes what :meth:`start` has begun: where to, what to wait for, and what was noted."""
+        arriving, self._arriving = self._arriving, []
+        return arriving
+
+    def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
+        """Waits for one of these; returns it in the shard's dtype, [S]."""
+        work.wait_on_host()
+        return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
+
+    def landed(self, waited: bool) -> None:
+        """Notes that the shard has its gradient; whether the host has ``waited`` for it."""
+        self.is_idle = self.is_idle or waited
+        if self.then is not None:
+            self.then()
+
+    def _unused(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""
+        kept = self._memory.get(dtype)
+        if kept is None or _holders_of(kept.untyped_storage()._cdata) > _ALONE:
+            kept = self._memory[dtype] = self._backend.pinned(self._size, dtype)
+        return kept.view(-1)
+
+
+@final
+class Mirrored(Stored):
+    """Gathers from a copy of the shard.
+
+    Attributes:
+        copy: on the device, [S].
+    """
+
+    def __init__(self, flat: FlatParam) -> None:
+        super().__init__(flat)
+        self.landing: Landing = Landing(self._backend, flat.layout.shard_numel, flat.param.dtype)
+        size = flat.layout.shard_numel
+        self.copy = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._staged = self._backend.pinned(size, self._dtype)
+        self._work: Copy = DONE
+
+    @torch.no_grad()
+    def renew(self, always: bool = True) -> None:
+        """Copies the shard to the device, beside what is computed; where it has another version, or ``always``."""
+        shard = self._flat.param.data.view(-1)
+        # changes around its version are told by some of its numbers
+        sample = [] if shard.is_meta else shard[:: max(1, len(shard) // _SAMPLE)].tolist()
+        now = self._flat.version, shard.data_ptr(), sample
+        if not always and self.copied == now:
+            return
+        if not self._work.is_done():  # nothing has been computed with what came up last
+            self._work.wait_on_host()
+        self._work.wait()
+        self._staged.copy_(shard)
+        self._work = self._backend.copy_up(self.copy, self._staged, at_once=self.landing.is_idle)
+        self.copied = now
+
+    def sent(self) -> torch.Tensor:
+        self.renew(always=False)
+        self._work.wait()
+        self.landing.is_idle = False
+        return self.copy
 
 
 @final

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
-from ..fsdp.masters import may_be_skipped
+from ..fsdp.optimizer_check import may_be_skipped
 from ..fsdp.state import state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor

@@ -1,7 +1,7 @@
 """Lets ranks have different numbers of micro-batches in a step, none too.
 
 [Note: following] A rank that is through with its micro-batches takes part in those of the others: it gathers and
-reduces what they do, in the same order ([Note: common order] in ``fsdp/common_order.py``), and contributes nothing. So
+reduces what they do, in the same order ([Note: common order] in ``fsdp/engine.py``), and contributes nothing. So
 that it knows whether others go on, each rank says before a forward that it does, and after its last one that it does
 not: one exchange a micro-batch on the control channel, for which a rank that computes does not wait.
 
