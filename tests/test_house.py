@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_934  # of all source; to be lowered with each release
+LINES = 64_836  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_241,
-    "compat": 9_519,
+    "compat": 9_498,
     "shardkit": 2_346,  # the files right there
-    "shardkit/checkpoint": 6_700,
+    "shardkit/checkpoint": 6_665,
     "shardkit/flattening": 871,
     "shardkit/fsdp": 11_403,
     "shardkit/integrations": 512,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_040,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_624,
+    "shardkit/tools": 7_582,
     "shardkit/torch_seams": 1_311,
     "shardkit/tracing": 1_568,
     "shardkit/training": 4_794,

@@ -12,7 +12,6 @@ import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -178,13 +177,6 @@ def validate_process_group(device: torch.device, process_group: dist.ProcessGrou
 
 
 # ------------------------------------------------------------ nested containers, their tensors, argument lists
-class NonTensors(TypedDict):
-    """Holds what is left of a tuple without its tensors."""
-
-    is_tensor: list[bool]
-    objects: list[object]
-
-
 def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], container: Tree) -> Tree:
     """Copies nested dicts, lists, tuples and sets with ``fn(x)`` in place of each ``x`` that ``type_fn`` accepts.
 
@@ -262,7 +254,7 @@ def unpack_kwargs(kwarg_keys: tuple[str, ...], flat_args: Args) -> tuple[Args, K
     return flat_args[:positional], dict(zip(kwarg_keys, flat_args[positional:], strict=True))
 
 
-def split_non_tensors(mixed: torch.Tensor | Args) -> tuple[tuple[torch.Tensor, ...], NonTensors | None]:
+def split_non_tensors(mixed: torch.Tensor | Args) -> tuple[tuple[torch.Tensor, ...], StateDict | None]:
     """Returns the tensors of a tuple, and ``{"is_tensor": one bool an element, "objects": the others}``.
 
     One tensor gives itself and None.
@@ -275,7 +267,7 @@ def split_non_tensors(mixed: torch.Tensor | Args) -> tuple[tuple[torch.Tensor, .
     return tensors, {"is_tensor": is_tensor, "objects": objects}
 
 
-def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: NonTensors | None) -> Args:
+def unpack_non_tensors(tensors: tuple[torch.Tensor, ...], packed_non_tensors: StateDict | None) -> Args:
     """Returns the tuple that :func:`split_non_tensors` split.
 
     Raises:

@@ -59,7 +59,6 @@ from shardkit.fsdp.wrapper import Door, UnitModule
 from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
 from shardkit.optimizer_state.forms import (
-    Form,
     Held,
     Source,
     from_rank_0,
@@ -489,10 +488,10 @@ class FullyShardedDataParallel(StandIn):
         """
         _, own = _first_of(model)
         config = own.optim_state_dict_config
-        if own.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            return _sharded(model, optim, optim_state_dict, config.offload_to_cpu)
+        sharded = own.state_dict_type is StateDictType.SHARDED_STATE_DICT
         rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        return _full(model, optim, optim_state_dict, rank0_only, config.offload_to_cpu)
+        how = {"sharded": sharded, "rank0_only": rank0_only, "on_cpu": config.offload_to_cpu}
+        return _gathered(model, optim, optim_state_dict, **how)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -535,12 +534,12 @@ class FullyShardedDataParallel(StandIn):
     ) -> StateDict:
         """Returns :meth:`optim_state_dict` with FULL_STATE_DICT, on the CPU."""
         _warn_of(optim_input)
-        return _full(model, optim, None, rank0_only, True)
+        return _gathered(model, optim, None, rank0_only=rank0_only)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """Returns :meth:`optim_state_dict` with SHARDED_STATE_DICT."""
-        return _sharded(model, optim, None, True)
+        return _gathered(model, optim, None, sharded=True)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -782,48 +781,36 @@ def _part(model: nn.Module, optim: Optimizer, groups: Iterable[ParamGroup], sour
     return shard_by_name(_parameters_of(model, optim), optim, named, source)
 
 
-def _gathered(
-    model: nn.Module, optim: Optimizer, state: StateDict | None, form: Form, keep: bool = True
-) -> StateDict:
-    saved = optim.state_dict() if state is None else state
-    return gather_by_name(_parameters_of(model, optim), optim, saved, form, keep)
-
-
 def _parameters_of(model: nn.Module, optim: Optimizer) -> dict[int, Held]:
     if _first_of(model)[0]._use_orig_params:
         follow_shards(optim)
     return parameters_of(model, optim)
 
 
-def _full(
-    model: nn.Module, optim: Optimizer, state: StateDict | None, rank0_only: bool, on_cpu: bool
+def _gathered(
+    model: nn.Module,
+    optim: Optimizer,
+    state: StateDict | None,
+    *,
+    sharded: bool = False,
+    rank0_only: bool = False,
+    on_cpu: bool = True,
 ) -> StateDict:
-    """Gathers full state by names (collective); empty on other ranks than the first with ``rank0_only``."""
+    """Gathers state by names (collective): whole values, on the first rank alone with ``rank0_only``; or DTensors."""
+    first, _ = _first_of(model)
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    replicas = {id(f.param): m._state.replicas for m in units for f in m._state.listings}
 
     def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return part if on_cpu else part.to(like.device)
+        if sharded:
+            if slot.group is None or (slot.world_size == 1 and replicas.get(id(slot.param)) is not None):
+                return part
+            part = cut_rows(part, mesh_over(first._passed_group.value, slot.group.backend.device_type))
+        return part.cpu() if on_cpu else part.to(like.device)
 
-    keep = not rank0_only or ranks_of(_first_of(model)[0]._state).rank == 0
-    return _gathered(model, optim, state, form, keep)
-
-
-def _sharded(model: nn.Module, optim: Optimizer, state: StateDict | None, on_cpu: bool) -> StateDict:
-    """Returns the same with DTensors (collective)."""
-
-    ranks = _first_of(model)[0]._passed_group.value
-    replicas = {
-        id(f.param): m._state.replicas
-        for m in FullyShardedDataParallel.fsdp_modules(model)
-        for f in m._state.listings
-    }
-
-    def form(slot: Slot, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if slot.group is None or (slot.world_size == 1 and replicas.get(id(slot.param)) is not None):
-            return part
-        made = cut_rows(part, mesh_over(ranks, slot.group.backend.device_type))
-        return made.cpu() if on_cpu else made.to(like.device)
-
-    return _gathered(model, optim, state, form)
+    saved = optim.state_dict() if state is None else state
+    keep = not rank0_only or ranks_of(first._state).rank == 0
+    return gather_by_name(_parameters_of(model, optim), optim, saved, form, keep)
 
 
 def _from_rank_0(

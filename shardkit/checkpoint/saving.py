@@ -198,13 +198,77 @@ class Save:
     # ------------------------------------------------------------ in the background
     def in_background(self) -> Handle:
         handle = Handle(self.target)
-        work = Background(self.temporary, self.target, self.ranks, self.what)
-        handle.start(self.ranks.rank, lambda: work.run(self.write_own, self.complete))
+        handle.start(self.ranks.rank, self.write_alone)
         group = self.ranks.group
         if group is not None and not has_torchs_ranks():
             # ranks that are threads may take turns: one that waits for the others' files would keep them from beginning
             group.channel("control").barrier(label=self.what)
         return handle
+
+    def write_alone(self) -> None:
+        """Writes this rank's part, and returns when the checkpoint is complete; ranks tell each other by files."""
+        rank, told = self.ranks.rank, None
+        try:
+            self.write_own()
+            if rank == 0:
+                indices = [os.path.join(self.temporary, index_of(r)) for r in range(self.ranks.size)]
+                told = self._wait_for(lambda: all(map(os.path.exists, indices)))
+                if told is None:
+                    self.complete()
+        except Exception as error:
+            self._tell(error)
+            where = self.ranks.world[rank] if self.ranks.size > 1 else None
+            raise raised(described(error), self.what, where) from error
+        if rank != 0:
+            told = self._wait_for(self._is_complete)
+        if told is not None:
+            raise told
+
+    def _wait_for(self, there: Callable[[], bool]) -> Exception | None:
+        """Returns when it is there, or the error that another rank has told of."""
+        pause, last = 0.005, time.time()
+        while not there():
+            for path in glob.glob(os.path.join(glob.escape(self.temporary), f"{_FAILED}*.json")):
+                return self._read(path)
+            last = max(last, min(time.time(), last_change(self.temporary)))
+            over = not threading.main_thread().is_alive()
+            if time.time() - last > (AT_THE_END if over else PATIENCE):
+                raise CheckpointError(
+                    f"nothing was written to {self.temporary} for {time.time() - last:.0f} s, and not all ranks have "
+                    "finished; is one of them gone?"
+                )
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+        return None
+
+    def _is_complete(self) -> bool:
+        if os.path.isdir(self.temporary):
+            return False
+        if os.path.isdir(self.target):
+            return True
+        raise CheckpointError(f"{self.what}: the checkpoint was given up on another rank")
+
+    def _tell(self, error: Exception) -> None:
+        rank = self.ranks.rank
+        with contextlib.suppress(OSError):  # a disk that was full has room now
+            os.unlink(os.path.join(self.temporary, name_of(rank)))
+        with contextlib.suppress(OSError):
+            with open(os.path.join(self.temporary, f"{_FAILED}{rank}.json"), "w") as file:
+                json.dump([self.ranks.world[rank], described(error)], file)
+
+    def _read(self, path: str) -> Exception:
+        for _ in range(20):
+            with contextlib.suppress(OSError, ValueError):  # being written
+                with open(path) as file:
+                    rank, fact = json.load(file)
+                return raised(tuple(fact), self.what, rank if self.ranks.size > 1 else None)
+            time.sleep(0.01)
+        return CheckpointError(f"{self.what} failed on another rank ({os.path.basename(path)})")
+
+
+PATIENCE = 600.0  # seconds without a byte from any rank, until a save in the background is given up
+AT_THE_END = 30.0  # the same once the program has ended: another rank may have been killed
+_FAILED = "failed-"
 
 
 def _is_number(value: object) -> bool:
@@ -316,10 +380,7 @@ def save(*args: Tree, **kwargs: Tree) -> Handle | None:
     return save_training(args[0], **{"step": None, **kwargs})
 
 
-# ------------------------------------------------------------ saving in the background
-# Tells all ranks what happened on each: where ranks meet, and in the background by files in a folder.
-
-
+# ------------------------------------------------------------ what happened on each rank, told to all
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Runs some work; returns its result, or the error that it raised."""
     try:
@@ -441,93 +502,3 @@ def wait_for_earlier(rank: int) -> None:
     handle = _running.get(rank)
     if handle is not None and handle._thread is not None:
         handle._thread.join()
-
-
-PATIENCE = 600.0  # seconds without a byte from any rank, until a save is given up
-AT_THE_END = 30.0  # the same once the program has ended: another rank may have been killed
-_FAILED = "failed-"
-
-
-class Background:
-    """One rank's part of a save in the background.
-
-    Args:
-        temporary: where ranks write.
-        target: the name that the folder gets.
-        what: is done, for messages.
-    """
-
-    def __init__(self, temporary: str, target: str, ranks: Ranks, what: str) -> None:
-        self._temporary, self._target, self._ranks, self._what = temporary, target, ranks, what
-
-    def run(self, write_own: Callable[[], None], complete: Callable[[], None]) -> None:
-        """Writes, and waits until the checkpoint is complete."""
-        try:
-            self._write(write_own, complete)
-            if self._ranks.rank != 0:
-                self._wait_for(self._is_complete)
-        except ToldOfError as told:
-            raise told.cause from None
-
-    def _write(self, write_own: Callable[[], None], complete: Callable[[], None]) -> None:
-        try:
-            write_own()
-            if self._ranks.rank == 0:
-                indices = [os.path.join(self._temporary, index_of(r)) for r in range(self._ranks.size)]
-                self._wait_for(lambda: all(map(os.path.exists, indices)))
-                complete()
-        except ToldOfError:
-            raise
-        except Exception as error:
-            self._tell(error)
-            rank = self._ranks.world[self._ranks.rank] if self._ranks.size > 1 else None
-            raise raised(described(error), self._what, rank) from error
-
-    # ------------------------------------------------------------ waiting
-    def _wait_for(self, there: Callable[[], bool]) -> None:
-        pause, last = 0.005, time.time()
-        while not there():
-            for path in glob.glob(os.path.join(glob.escape(self._temporary), f"{_FAILED}*.json")):
-                raise ToldOfError(self._read(path))
-            last = max(last, min(time.time(), last_change(self._temporary)))
-            over = not threading.main_thread().is_alive()
-            if time.time() - last > (AT_THE_END if over else PATIENCE):
-                raise CheckpointError(
-                    f"nothing was written to {self._temporary} for {time.time() - last:.0f} s, and not all ranks have "
-                    "finished; is one of them gone?"
-                )
-            time.sleep(pause)
-            pause = min(0.5, pause * 1.5)
-
-    def _is_complete(self) -> bool:
-        if os.path.isdir(self._temporary):
-            return False
-        if os.path.isdir(self._target):
-            return True
-        raise CheckpointError(f"{self._what}: the checkpoint was given up on another rank")
-
-    # ------------------------------------------------------------ telling of errors
-    def _tell(self, error: Exception) -> None:
-        rank = self._ranks.rank
-        with contextlib.suppress(OSError):  # a disk that was full has room now
-            os.unlink(os.path.join(self._temporary, name_of(rank)))
-        with contextlib.suppress(OSError):
-            with open(os.path.join(self._temporary, f"{_FAILED}{rank}.json"), "w") as file:
-                json.dump([self._ranks.world[rank], described(error)], file)
-
-    def _read(self, path: str) -> Exception:
-        for _ in range(20):
-            with contextlib.suppress(OSError, ValueError):  # being written
-                with open(path) as file:
-                    rank, fact = json.load(file)
-                return raised(tuple(fact), self._what, rank if self._ranks.size > 1 else None)
-            time.sleep(0.01)
-        return CheckpointError(f"{self._what} failed on another rank ({os.path.basename(path)})")
-
-
-class ToldOfError(Exception):
-    """Another rank has told of an error."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause

@@ -16,7 +16,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,8 +27,13 @@ from shardkit.version import __version_tuple__
 if TYPE_CHECKING:
     import torch
 
-    from shardkit.checkpoint.tools import Checkpoint
+    from shardkit.checkpoint.tools import Checkpoint, Conversion
     from shardkit.tools.estimate import Subject
+
+
+def _print(options: argparse.Namespace, data: object, text: object) -> None:
+    """Prints what a command has found as its ``--json`` says."""
+    print(json.dumps(data, indent=1) if options.json else text)
 
 
 # ------------------------------------------------------------ ckpt
@@ -128,73 +133,49 @@ def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ckpt(options: argparse.Namespace) -> int:
-    return _OF_CKPT[options.what](options)
+    from shardkit.checkpoint import tools
+    from shardkit.checkpoint.tools import reporting
 
+    def opened(path: str) -> Checkpoint:
+        return tools.open_checkpoint(path, model_key=options.model_key, trust_pickle=options.trust_pickle)
 
-def _answer(options: argparse.Namespace, data: object, lines: Iterable[str]) -> None:
-    if options.json:
-        print(json.dumps(_strict(data), indent=1))
+    data: object
+    is_well = True
+    if options.what == "ls":
+        data = rows = reporting.steps(options.path)
+        lines = reporting.steps_as_text(options.path, rows)
+    elif options.what == "show":
+        data = found = reporting.contents(opened(options.path))
+        lines = reporting.contents_as_text(found)
+    elif options.what == "verify":
+        results = tools.verify(options.path)
+        data = [{**vars(r), "damages": [damage._asdict() for damage in r.damages]} for r in results]
+        lines, is_well = reporting.verified_as_text(results), not any(r.damages for r in results)
+    elif options.what == "diff":
+        a, b = opened(options.a), opened(options.b)
+        compared = tools.compare(a, b, model_only=options.model_only, tolerance=options.tolerance)
+        data = {**vars(compared), "differences": list(map(vars, compared.differences))}
+        lines = reporting.comparison_as_text(options.a, options.b, compared)
+        is_well = not compared.differences
     else:
-        print("\n".join(lines))
+        source, target = opened(options.source), options.target
+        made = tools.convert(source, target, _conversion(options))
+        kinds = {"from": made.source, "to": made.target}
+        data = {**vars(made), "source": source.path, "target": target, **kinds}
+        lines = reporting.converted_as_text(source.path, target, made)
+    _print(options, _strict(data), "\n".join(lines))
+    return int(not is_well)
 
 
-def _opened(path: str, options: argparse.Namespace) -> Checkpoint:
-    from shardkit.checkpoint.tools import open_checkpoint
-
-    return open_checkpoint(path, model_key=options.model_key, trust_pickle=options.trust_pickle)
-
-
-def _ls(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import reporting
-
-    rows = reporting.steps(options.path)
-    _answer(options, rows, reporting.steps_as_text(options.path, rows))
-    return 0
-
-
-def _show(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import reporting
-
-    found = reporting.contents(_opened(options.path, options))
-    _answer(options, found, reporting.contents_as_text(found))
-    return 0
-
-
-def _verify_bytes(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import reporting, verify
-
-    results = verify(options.path)
-    data = [{**vars(r), "damages": [damage._asdict() for damage in r.damages]} for r in results]
-    _answer(options, data, reporting.verified_as_text(results))
-    return int(any(result.damages for result in results))
-
-
-def _diff(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import compare, reporting
-
-    a, b = _opened(options.a, options), _opened(options.b, options)
-    result = compare(a, b, model_only=options.model_only, tolerance=options.tolerance)
-    data = {**vars(result), "differences": list(map(vars, result.differences))}
-    _answer(options, data, reporting.comparison_as_text(options.a, options.b, result))
-    return int(bool(result.differences))
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from shardkit.checkpoint.tools import Conversion, convert, reporting
+def _conversion(options: argparse.Namespace) -> Conversion:
+    from shardkit.checkpoint.tools import Conversion
 
     dtype = _dtype("--dtype", options.dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"--dtype {options.dtype}: that is no floating point dtype; try bf16")
     given = {name: value for name, value in vars(options).items() if name in _OF_CONVERSION}
-    how = Conversion(
-        **given, dtype=dtype, buffers=tuple(options.buffer), tied=tuple(map(_pair, options.tied))
-    )
-    checkpoint, target = _opened(options.source, options), options.target
-    result = convert(checkpoint, target, how)
-    kinds = {"from": result.source, "to": result.target}
-    data = {**vars(result), "source": checkpoint.path, "target": target, **kinds}
-    _answer(options, data, reporting.converted_as_text(checkpoint.path, target, result))
-    return 0
+    tied = tuple(map(_pair, options.tied))
+    return Conversion(**given, dtype=dtype, buffers=tuple(options.buffer), tied=tied)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -211,9 +192,6 @@ def _strict(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_strict(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_OF_CKPT = {"ls": _ls, "show": _show, "verify": _verify_bytes, "diff": _diff, "convert": _convert}
 
 
 # ------------------------------------------------------------ doctor
@@ -239,7 +217,7 @@ def _doctor(options: argparse.Namespace) -> int:
     report = examine(options.ranks)
     if report is None:
         return 0
-    print(json.dumps(as_data(report), indent=1) if options.json else as_text(report), flush=True)
+    _print(options, as_data(report), as_text(report))
     return 0 if report.is_well else 1
 
 
@@ -482,13 +460,13 @@ def _rehearse(options: argparse.Namespace) -> int:
     how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}
     if options.bits:
         bits = rehearse_bits(options.program, sizes, **how)
-        print(json.dumps({"good": bits.is_good, "partings": bits.partings}) if options.json else bits)
+        _print(options, {"good": bits.is_good, "partings": bits.partings}, bits)
         return 0 if bits.is_good else 1
     if len(sizes) != 1:
         raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
     shown, memory = _ranks(options.show, sizes[0]), not options.no_memory
     report = rehearse(options.program, sizes[0], show=shown, memory=memory, compare=options.compare, **how)
-    print(json.dumps(report.as_data(), indent=1) if options.json else f"\n{report}")
+    _print(options, report.as_data(), f"\n{report}")
     return 0 if report.is_good else 1
 
 
@@ -662,10 +640,7 @@ def _trace(options: argparse.Namespace) -> int:
         write_at_once(merged, json.dumps(events))
     if options.plot:
         plot(trace, options.plot, options.step)
-    if options.json:
-        print(json.dumps(as_data(found), indent=1))
-    else:
-        print(as_text(found))
+    _print(options, as_data(found), as_text(found))
     return 0
 
 

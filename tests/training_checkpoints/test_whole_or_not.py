@@ -224,11 +224,11 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     monkeypatch.setattr(saving, "PATIENCE", 0.2)
     from shardkit.optimizer_state.slots import Ranks
 
-    folder = folders.begin(str(tmp_path), 1)
-    work = saving.Background(folder, str(tmp_path / "step-00000001"), Ranks(None, 0, (0, 1)), "saving")
+    work = saving.Save(str(tmp_path), Ranks(None, 0, (0, 1)), 1, None, copies=False)
+    work.temporary = folders.begin(str(tmp_path), 1)
     begin = time.time()
     with pytest.raises(CheckpointError, match="is one of them gone"):
-        work.run(lambda: None, lambda: None)
+        work.write_alone()
     assert time.time() - begin < 60
 
 

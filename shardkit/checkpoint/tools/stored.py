@@ -330,15 +330,6 @@ def without_ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
     return kept, shared
 
 
-def holds_tensors(value: object) -> bool:
-    """Says whether a container has tensors in it, at any depth."""
-    if isinstance(value, Mapping):
-        return any(holds_tensors(v) for v in value.values())
-    if isinstance(value, list | tuple):
-        return any(holds_tensors(v) for v in value)
-    return isinstance(value, StoredTensor | torch.Tensor)
-
-
 def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
     """Yields tensors, and values without tensors in them, with their keys. A list of plain values is one value.
 
@@ -388,8 +379,9 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
     Args:
         key: what a user says it is ("a.b": below another one); None: known names are tried.
     """
+    found: Tree
     if key is not None:
-        found: Tree = tree
+        found = tree
         path = (key,) if key in tree else tuple(key.split("."))
         for part in path:
             if not isinstance(found, Mapping) or part not in found:
@@ -397,7 +389,9 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
             found = found[part]
         return path
     for name in _MODEL_KEYS:
-        if isinstance(tree.get(name), Mapping) and holds_tensors(tree[name]):
+        found = tree.get(name)
+        kinds = (StoredTensor, torch.Tensor)
+        if isinstance(found, Mapping) and any(isinstance(value, kinds) for _, value in leaves(found)):
             return (name,)
     if _is_state_dict(tree):
         return ()

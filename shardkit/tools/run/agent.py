@@ -94,42 +94,9 @@ class News:
             self._clear()
             print(f"shardkit run: {text}", file=sys.stderr, flush=True)
 
-    def page(
-        self,
-        headline: str,
-        attempt: int,
-        cause: Failure | None,
-        others: dict[int, str],
-        checkpoint: Path | None,
-        next_step: str,
-        note: str,
-    ) -> None:
-        """Shows the page about a failure, and keeps it.
-
-        Args:
-            headline: what happened, in a line.
-            cause: the rank that failed first, if one did.
-            others: a sentence about each other rank.
-            checkpoint: the last complete one.
-            next_step: what happens now, or the command that resumes.
-            note: further lines.
-        """
-        where = f"run {self.run}, attempt {attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        if cause is not None:
-            steps = cause.steps
-            where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
-        lines = ["=" * _WIDTH, headline, where]
-        for shown in ("" if cause is None else cause.trace, note):
-            lines += ["", shown] if shown else []
-        if others:
-            lines += ["", "The others:"]
-            lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
-            if len(others) > _OTHERS:
-                lines.append(f"  ... and {len(others) - _OTHERS} more")
-        lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
-        if cause is not None:
-            lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
-        text = "\n".join([*lines, "=" * _WIDTH, ""])
+    def page(self, lines: list[str]) -> None:
+        """Shows the page about a failure, and keeps it."""
+        text = "\n".join(["=" * _WIDTH, *lines, "=" * _WIDTH, ""])
         with self._lock, contextlib.suppress(OSError):
             self.show_outputs()
             self._clear()
@@ -680,7 +647,23 @@ class Agent(LocalElasticAgent):
             others.pop(cause.rank, None)
             headline = f"rank {cause.rank} of {self._world_size} {cause.headline}"
         next_step = self._next_step(-1 if cause is None else self._ranks.index(cause.rank), checkpoint)
-        self._news.page(headline, self._logs.number, cause, others, checkpoint, next_step, note)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        where = f"run {self._news.run}, attempt {self._logs.number}, {now}"
+        if cause is not None:
+            steps = cause.steps
+            where += f", after optimizer step {steps} of this attempt" if steps else ", before the first step"
+        lines = [headline, where]
+        for shown in ("" if cause is None else cause.trace, note):
+            lines += ["", shown] if shown else []
+        if others:
+            lines += ["", "The others:"]
+            lines += [f"  rank {rank} {text}" for rank, text in sorted(others.items())[:_OTHERS]]
+            if len(others) > _OTHERS:
+                lines.append(f"  ... and {len(others) - _OTHERS} more")
+        lines += ["", f"Last complete checkpoint: {checkpoint or 'none'}", next_step]
+        if cause is not None:
+            lines.append(f"Its output: {cause.files}.out, {cause.files}.err")
+        self._news.page(lines)
 
     def _next_step(self, local_rank: int, checkpoint: Path | None) -> str:
         """Decides how the job goes on; in words."""
