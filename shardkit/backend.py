@@ -17,8 +17,10 @@ import importlib.metadata
 import inspect
 import random
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
 
@@ -59,6 +61,26 @@ def not_compiled(function: F) -> F:
     function._torchdynamo_disable = function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "shardkit runs it outside of the graph"  # type: ignore[attr-defined]
     return function
+
+
+def callees_compiled(function: F) -> F:
+    """Leaves the function itself as it is; functions that it calls may be compiled."""
+    not_compiled(function)
+    actions = _eval_frame._FrameAction
+    strategy = _eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    _eval_frame.set_code_exec_strategy(inspect.unwrap(function).__code__, strategy)
+    function._torchdynamo_disable_recursive = False  # type: ignore[attr-defined]
+    return function
+
+
+_as_written = threading.RLock()  # torch's switch is the process's, and ranks may be threads of one
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Runs functions that torch would compile when they are called as they were written, inside."""
+    with _as_written, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 class OutsideGraphs:

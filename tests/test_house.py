@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_836  # of all source; to be lowered with each release
+LINES = 64_690  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_241,
-    "compat": 9_498,
-    "shardkit": 2_346,  # the files right there
+    "backends": 7_202,
+    "compat": 9_503,
+    "shardkit": 2_368,  # the files right there
     "shardkit/checkpoint": 6_665,
-    "shardkit/flattening": 871,
-    "shardkit/fsdp": 11_403,
+    "shardkit/flattening": 841,
+    "shardkit/fsdp": 11_396,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
-    "shardkit/model_parallel": 1_505,
+    "shardkit/model_parallel": 1_494,
     "shardkit/optimizer_state": 1_294,
-    "shardkit/optimizers": 553,
-    "shardkit/oss": 3_040,
-    "shardkit/pipeline": 1_507,
+    "shardkit/optimizers": 552,
+    "shardkit/oss": 3_019,
+    "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_582,
-    "shardkit/torch_seams": 1_311,
+    "shardkit/tools": 7_589,
+    "shardkit/torch_seams": 1_275,
     "shardkit/tracing": 1_568,
-    "shardkit/training": 4_794,
-    "shardkit/wrapping": 1_025,
+    "shardkit/training": 4_793,
+    "shardkit/wrapping": 1_014,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

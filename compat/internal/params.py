@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shardkit.backend import Group, ReduceOp, backend_for, backend_for_device, backend_of_job
 from shardkit.errors import BackendError, ConfigurationError, LifecycleError
-from shardkit.flattening.flat_parameter import rename_prefix
+from shardkit.flattening.wrapper import rename_prefix
 from shardkit.reduction.shard_gradients import local_norm
 from shardkit.torch_seams.tensors import alike
 from shardkit.types import AnyCallable, Args, Kwargs, StateDict, Tree

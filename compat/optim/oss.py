@@ -13,8 +13,8 @@ from shardkit.compat.redirected import redirected_function
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import get_global_rank
 from shardkit.oss import optimizer as core
+from shardkit.oss.optimizer import part_of_rank
 from shardkit.oss.placement import OwnedParameters
-from shardkit.oss.state import part_of_rank
 from shardkit.training.adascale import AdaScale
 from shardkit.types import ProcessGroup, StateDict, Tree
 

@@ -27,11 +27,12 @@ MOVED = {
     "experimental.tooling.memory_tracker": "experimental.tooling.layer_memory_tracker",
     "extra.memory_tracker": "experimental.tooling.layer_memory_tracker",
     "extra.offload": "experimental.nn.offload",
-    "extra.vocab_loss": "model_parallel.vocab_loss",
+    "extra.vocab_loss": "model_parallel.layers",
     "extra.vocab_output": "experimental.nn.mevo",
     "fair_dev.testing.golden_testing_data": "fair_dev.testing.testing",
     "fair_dev.testing.models": "fair_dev.testing.testing",
     "fair_dev.testing.spawning": "fair_dev.testing.testing",
+    "flattening.flat_parameter": "flattening.wrapper",
     "grad_scaler": "training.grad_scaler",
     "moe": "model_parallel.moe",
     "model_parallel.random": "model_parallel.groups",
@@ -45,7 +46,9 @@ MOVED = {
     "nn.misc.checkpoint_activations": "nn.checkpoint.checkpoint_activations",
     "optim.utils": "internal.params",
     "out_of_memory": "training.out_of_memory",
-    "pipeline.partition": "pipeline.microbatch",
+    "pipeline.microbatch": "pipeline.pipe",
+    "pipeline.partition": "pipeline.pipe",
+    "pipeline.skip": "pipeline.pipe",
     "pipeline.remote_pipe": "pipeline.async_pipe",
     "rehearsal": "tools.rehearsal",
     "testing": "tools.verify",
@@ -53,6 +56,7 @@ MOVED = {
     "utils": "internal",
     "utils.testing": "fair_dev.testing.testing",
     "whole_parameters": "training.whole_parameters",
+    "wrapping.policies": "wrapping.context",
 }
 
 # Path of a module -> where the names are that it has from elsewhere, below shardkit, and the names, as in an import.
@@ -61,7 +65,7 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.async_schedule: AsyncMessageBody, "
     "AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper; nn.pipe.messages: Transport; "
-    "nn.pipe.parts: Checkpointing; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: "
+    "nn.pipe.parts: Checkpointing; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.pipe: "
     "Batch",
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
@@ -81,7 +85,7 @@ REEXPORTED = {
     "experimental.nn.distributed_pipeline.partition_handler":
     "experimental.nn.distributed_pipeline.data: DataConsumer; nn.pipe: microbatch; nn.pipe.parts: "
     "Checkpointing, as_cuda, current_stream, fork, is_cuda, join, use_device, use_stream; nn.pipe.worker: "
-    "Task, create_workers; pipeline.microbatch: Batch",
+    "Task, create_workers; pipeline.pipe: Batch",
     "experimental.nn.distributed_pipeline.pipeline":
     "experimental.nn.distributed_pipeline.data: DataConsumer; experimental.nn.distributed_pipeline.graph: "
     "Node, PipelineModulesGraph; experimental.nn.distributed_pipeline.partition_handler: "
@@ -122,12 +126,12 @@ REEXPORTED = {
     "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
     "check_param_counts_before_sharding, is_singleton_tensor",
     "nn.data_parallel.fully_sharded_data_parallel":
-    "flattening.flat_parameter: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
+    "flattening.wrapper: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
     "FlattenParamsWrapper; internal.params: ReduceScatterBucketer, apply_to_tensors, calc_grad_norm, "
     "chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, recursive_copy_to_device, "
     "replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
     "nn.misc.flatten_params_wrapper":
-    "flattening.flat_parameter: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
+    "flattening.wrapper: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
     "FlattenParamsWrapper; internal.params: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
     "_pre_load_state_dict_hook",
     "nn.misc.param_bucket": "flattening.bucket: Bucket, GradBucket, ParamBucket",
@@ -157,28 +161,28 @@ REEXPORTED = {
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe: microbatch; nn.pipe.async_pipeline: "
     "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: "
     "LazyModule, Tensors, check_balance, verify_module; nn.pipe.skip.skippable: Skippable; "
-    "pipeline.async_pipe: AsyncPipe; pipeline.microbatch: DeferredBatchNorm, Value "
-    "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
+    "pipeline.async_pipe: AsyncPipe; pipeline.pipe: DeferredBatchNorm, Value "
+    "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.pipe: SkipLayout",
     "nn.pipe.async_pipeline":
     "nn.pipe.async_schedule: AsyncEventLoop, ModuleWrapper; nn.pipe.messages: MakeTransport; "
-    "nn.pipe.skip.tracker: SkipTrackerThroughPotals; pipeline.microbatch: Batch; pipeline.skip: "
+    "nn.pipe.skip.tracker: SkipTrackerThroughPotals; pipeline.pipe: Batch; pipeline.pipe: "
     "SkipLayout",
     "nn.pipe.async_schedule":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.messages: Transport; nn.pipe.parts: "
     "Checkpointing; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: "
-    "PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: Batch",
+    "PipeMessage; nn.pipe.worker: Task; pipeline.pipe: Batch",
     "nn.pipe.balance":
     "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, "
     "profile_times; pipeline.pipe: Device",
     "nn.pipe.balance.blockpartition": "nn.pipe.parts: solve",
     "nn.pipe.balance.profile":
     "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
-    "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
+    "pipeline.pipe: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
-    "pipeline.microbatch: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
+    "pipeline.pipe: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
     "nn.pipe.checkpoint":
     "nn.pipe.parts: CheckpointedFunction as Function, Checkpointing, TensorOrTensors, Tensors, _UNKNOWN, "
-    "fork, get_phony, join; pipeline.microbatch: Batch; wrapping.activations: "
+    "fork, get_phony, join; pipeline.pipe: Batch; wrapping.activations: "
     "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, enable_recomputing, "
     "is_checkpointing, is_recomputing, thread_local",
     "nn.pipe.copy":
@@ -189,41 +193,41 @@ REEXPORTED = {
     "get_pipeline_parallel_group; nn.pipe.types: PipeMessage",
     "nn.pipe.microbatch":
     "nn.pipe.parts: BatchFunction as Function, TensorOrTensors, Tensors, gather, scatter; "
-    "pipeline.microbatch: Batch, check",
+    "pipeline.pipe: Batch, check",
     "nn.pipe.phony": "nn.pipe.parts: default_stream, get_phony, use_stream",
     "nn.pipe.pipe":
     "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
     "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
-    "pipeline.microbatch: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
+    "pipeline.pipe: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
     "pipeline.pipe: Device, MOVING_DENIED, Pipe; "
-    "pipeline.skip: inspect_skip_layout, verify_skippables",
+    "pipeline.pipe: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":
     "nn.pipe.copy: Copy, Wait; nn.pipe.parts: Checkpointing, Tensors, current_stream, fork, join, "
     "use_device; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.worker: Task, "
-    "create_workers, join_workers; pipeline.microbatch: Batch, Value as TensorOrTensors; "
-    "pipeline.pipe: ticks as clock_cycles; pipeline.skip: SkipLayout",
+    "create_workers, join_workers; pipeline.pipe: Batch, Value as TensorOrTensors; "
+    "pipeline.pipe: ticks as clock_cycles; pipeline.pipe: SkipLayout",
     "nn.pipe.rpc":
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe.types: PipeMessage; pipeline.async_pipe: "
-    "AsyncPipe, PipeRPCWrapper; pipeline.microbatch: Value as TensorOrTensors",
-    "nn.pipe.skip.layout": "pipeline.skip: Namespace, SkipLayout, inspect_skip_layout",
-    "nn.pipe.skip.namespace": "pipeline.skip: Namespace",
+    "AsyncPipe, PipeRPCWrapper; pipeline.pipe: Value as TensorOrTensors",
+    "nn.pipe.skip.layout": "pipeline.pipe: Namespace, SkipLayout, inspect_skip_layout",
+    "nn.pipe.skip.namespace": "pipeline.pipe: Namespace",
     "nn.pipe.skip.portal":
-    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.skip: "
+    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.pipe: "
     "Namespace",
     "nn.pipe.skip.skippable":
     "nn.pipe.parts: SkippableT as T, StashPopGenerator, TensorOrTensors, Tensors; nn.pipe.skip.tracker: "
-    "current_skip_tracker; pipeline.microbatch: Batch; pipeline.skip: Namespace, Skippable, StashPop, pop, "
+    "current_skip_tracker; pipeline.pipe: Batch; pipeline.pipe: Namespace, Skippable, StashPop, pop, "
     "skippable, stash, verify_skippables",
     "nn.pipe.skip.tracker":
-    "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.microbatch: Batch; pipeline.skip: "
+    "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.pipe: Batch; pipeline.pipe: "
     "Namespace, SkipLayout; wrapping.activations: is_checkpointing",
     "nn.pipe.stream":
     "nn.pipe.parts: AbstractStream, CPUStream, CPUStreamType, as_cuda, current_stream, default_stream, "
     "get_device, is_cuda, new_stream, record_stream, use_device, use_stream, wait_stream",
     "nn.pipe.types":
-    "nn.pipe.parts: InputDevice, Tensors; pipeline.async_pipe: LazyModule; pipeline.microbatch: Value as "
+    "nn.pipe.parts: InputDevice, Tensors; pipeline.async_pipe: LazyModule; pipeline.pipe: Value as "
     "TensorOrTensors",
-    "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.microbatch: Batch",
+    "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.pipe: Batch",
     "optim.grad_scaler":
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim.oss":

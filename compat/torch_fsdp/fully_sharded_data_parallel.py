@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardkit.backend import Backend, Group, backend_of_job
 from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.flattening.flat_parameter import FLAT_PREFIX
+from shardkit.flattening.wrapper import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
 from shardkit.fsdp.flat_param import FlatParam, Registered
 from shardkit.fsdp.forward import cast_inputs
@@ -74,8 +74,7 @@ from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.torch_seams.tensors import move_buffers
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
-from shardkit.wrapping.context import WrapContext, wrap_tree
-from shardkit.wrapping.policies import adapt_policy
+from shardkit.wrapping.context import WrapContext, adapt_policy, wrap_tree
 
 from . import api
 
@@ -995,7 +994,7 @@ class _CorePolicy:
         self._closed: set[nn.Module] = set()  # not looked into, but for what stays in full precision
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
-        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
+        """See :class:`~shardkit.wrapping.context.AdaptedPolicy`."""
         if module in self._ignored.modules:
             return False
         if module not in self._closed and self._policy.descend(module, numel, is_root):
@@ -1004,7 +1003,7 @@ class _CorePolicy:
         return bool(self._full_precision)
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
-        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
+        """See :class:`~shardkit.wrapping.context.AdaptedPolicy`."""
         if not is_root and isinstance(module, self._full_precision):
             _InFloat32(module)
             return {"mixed_precision": None}

@@ -1,6 +1,5 @@
 """Several parameters as one flat one, without sharding."""
 
-from .flat_parameter import FlatParameter
-from .wrapper import FlattenParamsWrapper
+from .wrapper import FlatParameter, FlattenParamsWrapper
 
 __all__ = ["FlatParameter", "FlattenParamsWrapper"]

@@ -35,7 +35,7 @@ from ..checks import (
     proposed_run_id,
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
-from ..flattening.flat_parameter import FLAT_PREFIX, FlatParameter
+from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout
 from ..optimizers.shards import are_registered, listing_of
 from ..policy import Compression

@@ -88,12 +88,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..backend import Group, ReduceOp, Work
+from ..backend import Group, ReduceOp, Work, not_compiled
 from ..checks import facts_of_all
 from ..errors import LifecycleError
 from ..layout import buckets_by_size
 from ..oss.exchange import GradientExchange
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,

@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backend import Group
 from ..errors import LifecycleError
-from ..flattening.flat_parameter import FlatParameter
+from ..flattening.wrapper import FlatParameter
 from ..layout import Listed, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..policy import Compression, ReducePolicy

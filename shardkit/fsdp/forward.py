@@ -33,10 +33,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
+from ..backend import callees_compiled, not_compiled
 from ..errors import LifecycleError
 from ..optimizers.shards import listing_of
 from ..reduction.ordered import order_in_words
-from ..torch_seams.compiling import callees_compiled, not_compiled
 from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
     COMPILED_AUTOGRAD,

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ..backend import Backend, backend_for
+from ..backend import Backend, backend_for, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import Align, AlignedLayout, EachAlone, RowsLayout
 from ..optimizer_state.marking import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree

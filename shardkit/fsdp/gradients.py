@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, final
 import torch
 from torch.optim import Optimizer
 
-from ..backend import DONE, Group, ReduceOp, Work, WorkThen
+from ..backend import DONE, Group, ReduceOp, Work, WorkThen, not_compiled
 from ..errors import LifecycleError
 from ..layout import Piece, ShardLayout, alignment, rounded_up
 from ..optimizers.shards import changed_by_steps, take_part
@@ -37,7 +37,6 @@ from ..reduction.compression import BlockFormat, CompressedAllReduce, Compressed
 from ..reduction.ordered import contributions, exchange, microbatches, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.tensors import as_plain
 from ..types import ProcessGroup, Tree
 from .flat_param import FlatParam, Registered, RegisteredShard, add_gradient

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from ..checks import check_one_save, problems_of_ranks, stamp
 from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter
+from ..flattening.wrapper import FlatParameter
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..optimizer_state.forms import Held, gather_by_index, shard_by_index
 from ..optimizer_state.marking import note_whole_states

@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter
+from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree

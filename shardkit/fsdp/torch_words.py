@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
 import torch
 from torch import nn
 
-from ..backend import is_group
+from ..backend import is_group, not_compiled
 from ..errors import ConfigurationError
 from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import WholeMesh
 from ..torch_seams.hooks import watch_halves
 from ..types import AnyCallable, StateDict, Tree

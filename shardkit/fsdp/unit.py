@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backend import Group
+from ..backend import Group, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import buckets_by_size
 from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
 from ..tracing.ranges import UNNAMED, Ranges
 from .flat_param import FlatParam

@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from ..backend import Backend
+from ..backend import Backend, callees_compiled
 from ..errors import ConfigurationError, LifecycleError
-from ..flattening.flat_parameter import FlatParameter, translates_loaded
-from ..flattening.wrapper import FlattenParamsWrapper
+from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.marking import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
-from ..torch_seams.compiling import callees_compiled
 from ..torch_seams.dtensors import shards_and_replicas_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree

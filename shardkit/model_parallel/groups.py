@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..backend import Backend, Group, backend_for, backend_for_device
+from ..backend import Backend, Group, backend_for, backend_for_device, not_compiled
 from ..errors import BackendError, ConfigurationError, LifecycleError, RankMismatchError
-from ..torch_seams.compiling import not_compiled
 from ..types import AnyCallable, Tree
 from ..wrapping.activations import call_checkpointed
 

@@ -22,10 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..backend import Backend, Group, backend_for
+from ..backend import Backend, Group, backend_for, not_compiled
 from ..checks import check_same_everywhere
 from ..errors import ConfigurationError
-from ..torch_seams.compiling import not_compiled
 from ..types import Context, ProcessGroup
 
 __all__ = ["MOELayer", "Top2Gate", "top2gating"]

@@ -18,7 +18,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from ..torch_seams.compiling import as_written
+from ..backend import as_written
 
 KNOWN = (
     optim.SGD,

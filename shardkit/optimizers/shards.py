@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group
+from ..backend import Group, not_compiled
 from ..checks import all_gather_facts, in_words, option_facts
 from ..errors import ConfigurationError
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import is_dtensor
 from ..types import Args, Kwargs, ParamGroup, StateDict, Tree
 

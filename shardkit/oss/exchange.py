@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group, ReduceOp, Work
+from ..backend import Group, ReduceOp, Work, not_compiled
 from ..checks import are_several, numbers_of
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import alignment, buckets_by_size, rounded_up, segment_layout
@@ -36,7 +36,6 @@ from ..reduction.compression import BlockFormat, CompressedReduceScatter, format
 from ..reduction.ordered import Rounds, contributions, exchange, microbatches, refuse_other
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import gradient_class
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
@@ -54,7 +53,7 @@ from ..torch_seams.tensors import alike, as_plain, dense_strides
 from ..tracing.ranges import Range, Ranges, leave
 from ..types import ProcessGroup
 from .optimizer import OSS
-from .segments import FlatSegment
+from .placement import FlatSegment
 
 # ------------------------------------------------------------ buckets of gradients
 # Averages gradients to their owners while backward runs (ZeRO stage 2, arXiv 1910.02054).

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..backend import Backend, backend_for
+from ..backend import Backend, backend_for, not_compiled
 from ..checks import (
     check_one_device,
     check_same_everywhere,
@@ -27,7 +27,6 @@ from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import check_order, order_in_words, refuse_local, refuse_other
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.dtensors import group_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..tracing.tracer import note_model

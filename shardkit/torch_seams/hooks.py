@@ -35,10 +35,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..backend import callees_compiled, not_compiled
 from ..errors import ConfigurationError, LifecycleError
 from ..progress import observe
 from ..types import AnyCallable, Tree
-from .compiling import callees_compiled, not_compiled
 
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 NO_BACKWARD = -1

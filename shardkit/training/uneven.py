@@ -32,7 +32,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from ..backend import Work
+from ..backend import Work, not_compiled
 from ..checks import facts_of_all
 from ..errors import ConfigurationError, LifecycleError, OutOfStepError, RankLostError, RankMismatchError
 from ..fsdp.construct import wake
@@ -44,7 +44,6 @@ from ..fsdp.state import ShardingState, state_of
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import StandingGradient, in_parts, mark_in_parts
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
 from ..types import Args, Tree
 

@@ -25,9 +25,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ..backend import backend_for
+from ..backend import backend_for, not_compiled
 from ..errors import LifecycleError
-from ..torch_seams.compiling import not_compiled
 from ..torch_seams.hooks import in_fields
 
 __all__ = ["checkpoint_wrapper"]

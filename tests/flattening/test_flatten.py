@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.flattening.flat_parameter import FlatParameter, no_key_translation
-from shardkit.flattening.wrapper import FlattenParamsWrapper
+from shardkit.flattening.wrapper import FlatParameter, FlattenParamsWrapper, no_key_translation
 from tests.beside import reread
 
 

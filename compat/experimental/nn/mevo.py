@@ -1,6 +1,6 @@
 """fairscale.experimental.nn.mevo: projection, softmax and loss of a large vocabulary in little memory.
 
-The computation is :func:`shardkit.model_parallel.vocab_loss.linear_cross_entropy`. Gradients of the weight go through
+The computation is :func:`shardkit.model_parallel.layers.linear_cross_entropy`. Gradients of the weight go through
 autograd, where fairscale's code writes to ``weight.grad`` itself; hooks (of FSDP, of data parallel wrappers) see them.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardkit.errors import ConfigurationError
-from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
+from shardkit.model_parallel.layers import Margin, linear_cross_entropy
 from shardkit.types import Context
 
 DEBUG = False  # fairscale's; nothing is printed here

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError
-from shardkit.pipeline.microbatch import replace_batch_norms
+from shardkit.pipeline.pipe import replace_batch_norms
 from shardkit.types import Context, ProcessGroup, Tree
 from shardkit.wrapping.activations import is_recomputing, once
 

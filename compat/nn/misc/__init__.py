@@ -3,8 +3,7 @@
 from torch import nn
 
 from shardkit.flattening.bucket import GradBucket, ParamBucket
-from shardkit.flattening.flat_parameter import WRAPPED, rename_prefix
-from shardkit.flattening.wrapper import FlattenParamsWrapper
+from shardkit.flattening.wrapper import WRAPPED, FlattenParamsWrapper, rename_prefix
 from shardkit.types import StateDict
 
 from ..checkpoint import checkpoint_wrapper

@@ -16,12 +16,10 @@ from torch.autograd.function import FunctionCtx
 
 from shardkit.backend import backend_for_device
 from shardkit.errors import ConfigurationError
-from shardkit.pipeline import microbatch
+from shardkit.pipeline import pipe
 from shardkit.pipeline.async_pipe import LazyModule
-from shardkit.pipeline.microbatch import Batch, in_tuple
-from shardkit.pipeline.microbatch import Value as TensorOrTensors
-from shardkit.pipeline.pipe import Device
-from shardkit.pipeline.skip import Skippable, StashPop
+from shardkit.pipeline.pipe import Batch, Device, Skippable, StashPop, in_tuple
+from shardkit.pipeline.pipe import Value as TensorOrTensors
 from shardkit.wrapping.activations import call_checkpointed
 
 # ------------------------------------------------------------ types
@@ -36,11 +34,11 @@ BatchFunction = Callable[[TensorOrTensors], TensorOrTensors]
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    return [Batch(value, i) for i, value in enumerate(microbatch.split(input, chunks))]
+    return [Batch(value, i) for i, value in enumerate(pipe.split(input, chunks))]
 
 
 def gather(outputs: list[Batch]) -> TensorOrTensors:
-    return microbatch.join([batch.value for batch in outputs])
+    return pipe.join([batch.value for batch in outputs])
 
 
 # ------------------------------------------------------------ checkpointing
@@ -76,7 +74,7 @@ Module = nn.Module
 
 def recommend_auto_balance(message: str) -> str:
     """Returns the message, and how to have the numbers of layers found."""
-    return message + microbatch.ADVICE
+    return message + pipe.ADVICE
 
 
 def split_module(
@@ -89,9 +87,9 @@ def split_module(
         TooFewDevicesError: (an IndexError) fewer devices than partitions.
     """
     balance = list(balance)
-    microbatch.check_balance(len(module), balance, len(devices), "devices")
+    pipe.check_balance(len(module), balance, len(devices), "devices")
     del devices[len(balance) :]
-    parts = microbatch.split_module(module, balance)
+    parts = pipe.split_module(module, balance)
     return nn.ModuleList(p.to(d) for p, d in zip(parts, devices, strict=True)), balance, devices
 
 
@@ -102,18 +100,18 @@ def verify_splitting(
     devices: list[torch.device],
 ) -> None:
     """Raises ConfigurationError (a ValueError) for a parameter on two devices."""
-    microbatch.verify_shared_parameters(partitions, devices)
+    pipe.verify_shared_parameters(partitions, devices)
 
 
 # ------------------------------------------------------------ AsyncPipe
 def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:
     """Raises BalanceError (a ValueError) for numbers of layers that don't fit."""
-    microbatch.check_balance(len(module), balance, len(balance), "ranks")
+    pipe.check_balance(len(module), balance, len(balance), "ranks")
 
 
 def verify_module(module: nn.Sequential | list[LazyModule]) -> None:
     """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
-    microbatch.verify_distinct(module)
+    pipe.verify_distinct(module)
 
 
 # ------------------------------------------------------------ balance

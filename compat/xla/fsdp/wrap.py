@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardkit.types import Tree
-from shardkit.wrapping.context import WrapContext, wrap_tree
-from shardkit.wrapping.policies import adapt_policy, default_auto_wrap_policy
+from shardkit.wrapping.context import WrapContext, adapt_policy, default_auto_wrap_policy, wrap_tree
 
 __all__ = [
     "always_wrap_policy",

@@ -25,9 +25,18 @@ from torch.optim import Optimizer
 
 from shardkit import backend as backends
 from shardkit.backend import Group, Pool, get_backend, is_group
-from shardkit.backends.simulated import Line, SimulatedBackend, SimulatedGroup, enter_group
+from shardkit.backends.simulated import (
+    Hang,
+    Line,
+    RankThreads,
+    SimulatedBackend,
+    SimulatedGroup,
+    enter_group,
+    named,
+    ranks_by,
+    said_of,
+)
 from shardkit.backends.simulated.process_group import DevicesOnHost, ProcessGroupOfThreads, host_for_devices
-from shardkit.backends.simulated.rank_threads import Hang, RankThreads, named, ranks_by, said_of
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.optimizers.shards import changed_by_steps, listing_of
 from shardkit.tools.verify import EXACT, Moment, Tensors, Trace, first_parting
