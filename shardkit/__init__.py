@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # the same names as in the tables below; tests/test_packaging
         restore_training as restore_training,
     )
     from .checkpoint.saving import save as save, save_training as save_training
+    from .checkpoint.weights import save_weights as save_weights
     from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
     from .training.uneven import uneven as uneven
     from .wrapping.context import auto_wrap as auto_wrap, enable_wrap as enable_wrap, wrap as wrap
@@ -83,6 +84,7 @@ __version__ = ".".join(map(str, __version_tuple__))
 _LISTED = {
     "checkpoint.restoring": "restore_training",
     "checkpoint.saving": "save_training",
+    "checkpoint.weights": "save_weights",
     "errors": "ShardkitError",
     "fsdp": "FSDP SentWeights fully_shard sharding_of step_in_backward",
     "launching": "launch",

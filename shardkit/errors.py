@@ -53,11 +53,14 @@ class RankLostError(ShardkitError):
 
 
 # What a rank raises when another one failed first.
-CONSEQUENCES = ("RankLostError", "OutOfStepError", "DistNetworkError", "DistBackendError", "DistStoreError")
+CONSEQUENCES = tuple(
+    f"{name}Error"
+    for name in ("RankLost", "RankFailed", "OutOfStep", "DistNetwork", "DistBackend", "DistStore")
+)
 
 
 class RankFailedError(ShardkitError):
-    """A rank started by :func:`shardkit.launch` raised; holds its rank and its traceback.
+    """A rank started by :func:`shardkit.launch` raised, or one that weights are exported with; holds its traceback.
 
     Attributes:
         rank: the rank that failed first.

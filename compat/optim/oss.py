@@ -79,10 +79,9 @@ class OSS(core.OSS):
                 params.sort(key=lambda p: p.numel())
         return per_device
 
-    @property
-    def _local_params(self) -> list[nn.Parameter]:
-        """Returns owned parameters that have a gradient."""
-        return [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
+    _local_params = property(  # owned ones that have a gradient
+        lambda self: [p for p in self._parameters() if self._owner[p] == self.rank and p.grad is not None]
+    )
 
     @property
     def _all_states(self) -> list[StateDict]:

@@ -110,13 +110,8 @@ class FlattenParamsWrapper(nn.Module):
             )
         return self.flat_params[0]
 
-    @property
-    def _param_infos(self) -> Iterator[ParamInfo]:
-        return chain.from_iterable(p._param_infos for p in self.flat_params)
-
-    @property
-    def _shared_param_infos(self) -> Iterator[SharedParamInfo]:
-        return chain.from_iterable(p._shared_param_infos for p in self.flat_params)
+    _param_infos = property(lambda self: (i for p in self.flat_params for i in p._param_infos))
+    _shared_param_infos = property(lambda self: (i for p in self.flat_params for i in p._shared_param_infos))
 
     # -------------------------------------------------------- flattening; subclasses that shard override these
     def _flatten_params(self, flat_params: list[FlatParameter]) -> None:

@@ -583,30 +583,13 @@ class ShardedFlatParameter(FlatParameter):
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._flat.group.world_size > 1
-
-    _is_shared = False
+    _is_sharded = property(lambda self: self._flat.group.world_size > 1)
+    _orig_size = property(lambda self: torch.Size([self._flat.layout.numel]))
+    _cpu_grad = property(lambda self: self.grad if self.device.type == "cpu" else None)
     _fp32_shard, _saved_grad_shard = property(attrgetter("data")), property(attrgetter("grad"))
-
-    @property
-    def _orig_size(self) -> torch.Size:
-        return torch.Size([self._flat.layout.numel])
-
-    @property
-    def _fp16_shard(self) -> torch.Tensor | None:
-        """Returns None: shards are cast on their way into the gathered flat parameter."""
-        return None
-
-    @property
-    def _full_param_padded(self) -> torch.Tensor:
-        """Returns the gathered flat parameter [W * S]; without memory while the unit is not gathered."""
-        return self._flat.store.gathered
-
-    @property
-    def _cpu_grad(self) -> torch.Tensor | None:
-        return self.grad if self.device.type == "cpu" else None
+    _is_shared, _fp16_shard = False, None  # shards are cast on their way into the gathered flat parameter
+    # that one, [W * S]; without memory while the unit is not gathered
+    _full_param_padded = property(attrgetter("_flat.store.gathered"))
 
 
 class Unused:

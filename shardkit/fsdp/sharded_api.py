@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks import objects_of
-from ..errors import ConfigurationError, LifecycleError
+from ..checks import facts_of_all, objects_of
+from ..errors import ConfigurationError, LifecycleError, RankFailedError
 from ..optimizer_state.forms import gather_by_id, shard_by_id
 from ..optimizer_state.marking import mark_shards
 from ..optimizers.shards import refuse_stand_ins
@@ -250,6 +251,7 @@ class ShardedAPI:
         *,
         on: int | None = None,
         since: SentWeights | None = None,
+        to: Callable[[str, Any], object] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor | Change]]:
         """Yields full weights under their names, one unit at a time (collective: all ranks iterate to the end).
 
@@ -270,13 +272,22 @@ class ShardedAPI:
                 :class:`~shardkit.Change` then, with what is new in it to the bit: ``change.apply(tensor)`` at the
                 receiver. The first one is all of it. Buffers are sent as they are. What packed weights stand for
                 comes whole, once, and again after they were loaded or written to.
+            to: gets each name and its weights, and all of them before this returns; nothing is yielded then.
 
         Raises:
+            RankFailedError: ``to`` (or ``names``) raised on another rank, which raises its own error.
             ConfigurationError: tensor parallelism has cut parameters; there are no values yet (meta device); ``"hf"``
                 of another model, or of one with adapters.
         """
         _check_export(self._state, dtype, on, since)
-        return _exported(self._state, _Renaming(self._state.door, names), dtype, on, since)
+        units = _exported(self._state, _Renaming(self._state.door, names), dtype, on, since)
+        if to is None:
+            return chain.from_iterable(units)
+        for unit in units:
+            with raising_together(self, "export()"):
+                for name, value in unit:
+                    to(name, value)
+        return iter(())
 
     def local_metadata_dict(self) -> StateDict:
         """Returns what :meth:`consolidate_shard_weights` needs to know of this rank's shards."""
@@ -442,7 +453,8 @@ def _exported(
     dtype: torch.dtype | None,
     on: int | None,
     since: SentWeights | None,
-) -> Iterator[tuple[str, torch.Tensor | Change]]:
+) -> Iterator[Iterator[tuple[str, torch.Tensor | Change]]]:
+    """Yields what a receiver gets, by unit; what no unit has comes last."""
     modules = list(root.door.named_modules(remove_duplicate=False))
     paths: dict[int, list[str]] = {}  # several, of a module that is shared
     for path, m in modules:
@@ -461,11 +473,12 @@ def _exported(
                 find = _changed if flat.originals[0].store is None else partial(_whole_again, state)
                 changes = find(flat, (number, k), dtype, on, since)
                 found.update(_named(flat, changes if _is_here(root, on) else [], paths))
-        yield from rename(found)
+        yield rename(found)
+    rest: dict[str, torch.Tensor | Change] = {}
     if _is_here(root, on):
         whole = {n: p for n, p in written_parameters(root.door) if place_of(p)[0] is None}
-        rest = {n: _cast(p.detach(), dtype) for n, p in whole.items()}
-        yield from rename({**rest, **dict(buffers_of(modules))})
+        rest = {n: _cast(p.detach(), dtype) for n, p in whole.items()} | dict(buffers_of(modules))
+    yield rename(rest)
 
 
 def _check_export(
@@ -487,6 +500,22 @@ def _check_export(
                 f"{flat.names[0]!r} has a form of its own on the wire or 16 bytes an element, or this is inside of "
                 "summon_full_params(): its changes can't be told; leave out since="
             )
+
+
+@contextlib.contextmanager
+def raising_together(sharding: ShardedAPI, what: str) -> Iterator[None]:
+    """What a block raises on one rank is an error on all that share a model (collective at its end)."""
+    mine, state = None, sharding._state
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+        mine = error
+    groups = [g for g in (state.group, state.replicas) if g is not None]
+    rank = state.group.ranks[state.group.rank]
+    fact = None if mine is None else (rank, type(mine).__name__, "".join(traceback.format_exception(mine)))
+    for failed in facts_of_all(groups, fact, label=what):
+        if failed is not None:
+            raise mine or RankFailedError(*failed)
 
 
 def _is_here(state: ShardingState, on: int | None) -> bool:

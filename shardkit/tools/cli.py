@@ -112,7 +112,7 @@ def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--to", required=True, choices=("dcp", "torch", "fairscale", "xla", "hf"))
     add("--ranks", type=int, help="fairscale, xla: so many files of ranks")
     add("--dtype", help="of the model's floating point tensors, as bf16")
-    add("--max-shard-size", default="5GB", help="hf: of a file (default: 5GB)")
+    add("--max-shard-size", type=_bytes, default="5GB", help="hf: of a file (default: 5GB)")
     add("--model-only", action="store_true", help="the model's state dict and nothing else")
     add("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
     add(

@@ -196,13 +196,8 @@ class _Bound(functools.partial[Tree]):
 
     __name__ = "forward"
 
-    @property
-    def __self__(self) -> object:
-        return self.args[0]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.args[0].module.forward)
+    __self__ = property(lambda self: self.args[0])
+    __signature__ = property(lambda self: inspect.signature(self.args[0].module.forward))
 
 
 def versions_of(state_dict: SavedState) -> StateDict | None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import pickle
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -18,12 +19,16 @@ from torch import nn
 from shardkit import (
     Change,
     ConfigurationError,
+    FileNotWrittenError,
+    RankFailedError,
     ReshardPolicy,
     SentWeights,
     fully_shard,
     hybrid_groups,
+    save_weights,
     sharding_of,
 )
+from shardkit.checkpoint.tools.hugging_face import read_safetensors, read_weights
 from shardkit.fsdp.sharded_api import checksum
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
 from tests.pools import on_ranks, rank_pool
@@ -59,6 +64,9 @@ def _whole(rank: int, wrap: Wrap, options: dict[str, Any]) -> None:
     ):
         with pytest.raises(ConfigurationError, match=word):
             sharding.export(**bad)
+    got: list[tuple[str, torch.Tensor]] = []
+    assert not list(sharding.export(on=1, to=lambda *each: got.append(each)))
+    _equal(dict(got), expected if rank == 1 else {})
     if model.training:
         model.inner(torch.rand(2, 3, 4))  # it is whole again
 
@@ -69,6 +77,86 @@ def test_all_weights_come_under_their_names(world_size: int) -> None:
     for wrap, options in ((by_wrappers, {}), (in_place, {}), (in_place, {"dtensors": True})):
         pool.run(_whole, wrap, options) if world_size > 1 else None
     pool.run(_only_one, in_place) if world_size == 1 else None
+
+
+class Deep(nn.Sequential):
+    """Three blocks of odd sizes, of two dtypes, and a head that no rank's share divides."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        blocks = [nn.Sequential(nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 7)) for _ in range(3)]
+        super().__init__(*blocks, nn.Linear(7, 5))
+        self[1].bfloat16()
+
+
+@on_ranks(2, 3)
+def test_a_receiver_is_handed_a_unit_at_a_time(rank: int) -> None:
+    world_size, expected = torch.distributed.get_world_size(), dict(Deep().state_dict())
+    model = Deep()
+    for block in list(model)[:3]:
+        fully_shard(block)
+    sharding, alive, got = sharding_of(fully_shard(model)), [], []
+
+    def receive(name: str, weights: torch.Tensor) -> None:
+        alive.append(weakref.ref(weights))
+        got.append((name, weights.clone(), sum(each().nbytes for each in alive if each() is not None)))
+
+    sharding.export(on=0, to=receive)
+    _equal({name: weights for name, weights, _ in got}, expected if rank == 0 else {})
+    unit = sum(p.nbytes for p in Deep()[0].parameters())
+    assert all(size <= unit or name.endswith(("mean", "var", "tracked")) for name, _, size in got)
+
+    def fail(name: str, weights: torch.Tensor) -> None:
+        if rank == world_size - 1 and name == "1.0.bias":
+            raise KeyError(name)
+        got.append((name, weights, 0))
+
+    for options in ({}, {"on": world_size - 1}, {"since": SentWeights()}):
+        got.clear()
+        with pytest.raises(KeyError if rank == world_size - 1 else RankFailedError, match=r"1\.0\.bias"):
+            sharding.export(to=fail, **options)
+        assert not [name for name, _, _ in got if name.startswith("2")]  # nobody goes on
+    _equal(dict(sharding.export()), expected)
+
+
+def _files(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: v for file in path.glob("*.safetensors") for name, v in load_file(file).items()}
+
+
+@on_ranks(2, 3)
+def test_weights_on_the_disk(rank: int, tmp_path: Path) -> None:
+    expected = dict(Deep().state_dict())
+    model = Deep()
+    for block in list(model)[:3]:
+        fully_shard(block)
+    fully_shard(model)
+    one, several = tmp_path / "one", tmp_path / "several"
+    save_weights(model, one, lambda name: f"model.{name}")
+    save_weights(model, several, dtype=torch.float16, max_shard_size=1000)
+    if rank == 0:
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "several"]
+        _equal(_files(one), {f"model.{name}": v for name, v in expected.items()})
+        params = {name for name, _ in Deep().named_parameters()}
+        half = {n: v.half() if n in params else v for n, v in expected.items()}
+        _equal(_files(several), half)
+        _equal({n: v.read() for n, v in read_weights(str(several)).items()}, half)
+        index = json.loads((several / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(v.nbytes for v in half.values())
+        assert sorted(p.name for p in several.glob("*.safetensors")) == sorted(
+            {*index["weight_map"].values()}
+        )
+        for name, file in index["weight_map"].items():
+            assert name in read_safetensors(str(several / file))
+    first = rank == 0
+    with pytest.raises(ConfigurationError if first else RankFailedError, match="is there already"):
+        save_weights(model, one)
+    with pytest.raises(FileNotWrittenError if first else RankFailedError, match="No such file"):
+        save_weights(model, tmp_path / "no" / "folder")
+    with pytest.raises(ConfigurationError if first else RankFailedError, match="can't hold"):
+        save_weights(fully_shard(nn.Linear(3, 2, dtype=torch.complex128)), tmp_path / "complex")
+    assert rank or sorted(p.name for p in tmp_path.iterdir()) == ["one", "several"]
 
 
 class Shared(nn.Module):
@@ -248,7 +336,11 @@ def test_names_of_transformers(rank: int, tmp_path: Path, kind: str) -> None:
         fully_shard(block)
     model = fully_shard(plain)
     exported = {n: v.clone() for n, v in sharding_of(model).export("hf")}
+    save_weights(model, tmp_path / f"{kind}{rank}.saved", "hf", max_shard_size=4000)
     if rank == 0:
+        plain.config.save_pretrained(path.with_suffix(".saved"))
+        again = type(plain).from_pretrained(path.with_suffix(".saved"))
+        _equal(dict(again.state_dict()), dict(type(plain).from_pretrained(path).state_dict()))
         _equal(exported, load_file(path / "model.safetensors"))
     changes = sharding_of(model).export("hf", since=SentWeights())
     if kind == "tied":

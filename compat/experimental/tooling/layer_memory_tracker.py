@@ -360,13 +360,8 @@ class LayerwiseMemoryTracker:
         """Forgets all traces."""
         self.memory_traces.clear()
 
-    @property
-    def forward_traces(self) -> list[LayerMemoryTrace]:
-        return [t for t in self.memory_traces if t.is_forward]
-
-    @property
-    def backward_traces(self) -> list[LayerMemoryTrace]:
-        return [t for t in self.memory_traces if not t.is_forward]
+    forward_traces = property(lambda self: [t for t in self.memory_traces if t.is_forward])
+    backward_traces = property(lambda self: [t for t in self.memory_traces if not t.is_forward])
 
     @property
     def max_memory_allocated(self) -> int:

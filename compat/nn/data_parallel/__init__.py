@@ -96,10 +96,9 @@ class ShardedDataParallel(ShardedDDP):
         self.refresh_trainable()
         return self
 
-    @property
-    def _trainable_params(self) -> list[nn.Parameter]:
-        return [p for o in self._sharded_optimizers for p in o._parameters() if p.requires_grad]
-
+    _trainable_params = property(
+        lambda self: [p for o in self._sharded_optimizers for p in o._parameters() if p.requires_grad]
+    )
     _should_accumulate_grads = property(lambda self: self._connected().state.accumulating)
     _grad_hooks = property(lambda self: self._connected().hook_handles)
     _buckets = property(lambda self: self._connected().buckets)

@@ -280,9 +280,7 @@ class FullyShardedDataParallel(StandIn):
         chosen, flats = self._state.options.precision.compute, self._state.flats
         return chosen or (flats[0].param.dtype if flats else torch.float32)
 
-    @property
-    def buffer_dtype(self) -> torch.dtype:
-        return self._state.options.precision.buffers or self.compute_dtype
+    buffer_dtype = property(lambda self: self._state.options.precision.buffers or self.compute_dtype)
 
     @property
     def numel_padded_per_param(self) -> list[int]:

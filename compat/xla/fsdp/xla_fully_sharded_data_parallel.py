@@ -411,9 +411,7 @@ class Shard:
     rows: torch.Size | None
     numel: int
 
-    @property
-    def name(self) -> str:
-        return shard_name(self.original)
+    name = property(lambda self: shard_name(self.original))
 
     def saved(self, shard: torch.Tensor) -> torch.Tensor:
         """Returns a shard [S] in the shape that is saved."""

@@ -77,7 +77,7 @@ def folder_written_whole(path: str, overwrite: bool) -> Iterator[str]:
     target = os.path.realpath(path)
     above, name = os.path.split(target)
     if os.path.lexists(target) and not overwrite:
-        raise ConfigurationError(f"{path} is there already; pass --overwrite, or another path")
+        raise ConfigurationError(f"{path} is there already; pass another path")
     before = _prefix(name)
     temporary = os.path.join(above, f"{before}{os.getpid()}{_ENDING}")
     try:

@@ -136,12 +136,6 @@ class Manifest:
         known = {name: getattr(self, name) for name in ("step", "world_size", "written", "run")}
         return {**known, "versions": dict(self.versions)}
 
-    def to_json(self) -> str:
-        """Returns text with a checksum of its own; keys as they are declared above."""
-        files = {name: vars(stored) for name, stored in sorted(self.files.items())}
-        values = {**vars(self), "versions": dict(self.versions), "files": files}
-        return json.dumps({**values, _OWN: _hash_of(values, self.hash)}, indent=None) + "\n"
-
 
 def versions_here() -> dict[str, str]:
     """Tells the versions of this package, torch and Python."""
@@ -150,9 +144,12 @@ def versions_here() -> dict[str, str]:
 
 
 def write_manifest(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes ``shardkit.json``, synced, whole or not at all."""
+    """Writes ``shardkit.json`` with a checksum of its own, synced, whole or not at all; keys as they are declared."""
+    files = {name: vars(stored) for name, stored in sorted(manifest.files.items())}
+    values = {**vars(manifest), "versions": dict(manifest.versions), "files": files}
+    text = json.dumps({**values, _OWN: _hash_of(values, manifest.hash)}, indent=None) + "\n"
     with write_atomically(os.path.join(folder, NAME)) as file:
-        file.write(manifest.to_json().encode())
+        file.write(text.encode())
 
 
 def read_manifest(folder: str | os.PathLike[str], *, verify: bool = True) -> Manifest:

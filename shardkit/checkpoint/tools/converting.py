@@ -163,7 +163,7 @@ class Conversion:
         to: one of KINDS.
         ranks: so many files of ranks (fairscale, xla).
         dtype: of the model's floating point tensors; None: as they are.
-        max_shard_size: of a file, for hf.
+        max_shard_size: of a file in bytes, for hf.
         model_only: leave all but the model's state dict out, and what it lies in.
         overwrite: DST may be there.
         buffers: for files of ranks, names (or patterns) of tensors that are buffers.
@@ -174,7 +174,7 @@ class Conversion:
     to: str
     ranks: int | None = None
     dtype: torch.dtype | None = None
-    max_shard_size: str = "5GB"
+    max_shard_size: int = 5 * 10**9
     model_only: bool = False
     overwrite: bool = False
     buffers: tuple[str, ...] = ()

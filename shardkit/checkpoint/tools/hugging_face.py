@@ -8,11 +8,11 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ...errors import ConfigurationError, DamagedFileError, ShardkitError
+from ...errors import ConfigurationError, DamagedFileError
 from ...layout import whole_box
 from ...types import StateDict, Tree
 from .stored import FilePlace, StoredPart, StoredTensor, without_ties
@@ -23,24 +23,10 @@ _OLD_INDEX = "pytorch_model.bin.index.json"
 _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
 _CHUNKS = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter notes here which box of a tensor a file has
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
+_SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
+DTYPES = {f"{k[0].upper()}{n}": getattr(torch, f"{k}{n}") for k, sizes in _SIZES.items() for n in sizes}
+DTYPES |= {"BF16": torch.bfloat16, "BOOL": torch.bool, "C64": torch.complex64}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 def weight_files(path: str) -> list[str]:
@@ -190,85 +176,85 @@ def without_wrappers(model: StateDict) -> tuple[StateDict, list[str]]:
 
 
 def write_hugging_face(
-    folder: str, model: StateDict, max_shard_size: str, files_from: str | None
+    folder: str, model: StateDict, max_shard_size: int, files_from: str | None
 ) -> list[str]:
     """Writes the files; returns what a user should know.
 
     Args:
         folder: empty.
         model: its state dict; what is no tensor is left out.
-        max_shard_size: as "5GB"; a file is larger only where one tensor is.
+        max_shard_size: in bytes; a file is larger only where one tensor is.
         files_from: a folder with configuration and tokenizer, which are copied.
     """
-    try:
-        from huggingface_hub import split_state_dict_into_shards_factory as split
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ConfigurationError(
-            f"writing Hugging Face's format takes {error.name}: pip install huggingface_hub safetensors"
-        ) from None
     notes = []
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
         notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(others)}")
     tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise ConfigurationError(
-                f"{name!r} is of dtype {tensor.dtype}, which safetensors files can't hold"
-            )
     for name, kept in shared.items():
         notes.append(f"{name} is tied to {kept}: written once")
-    try:
-        parts = split(
-            tensors,
-            get_storage_size=lambda t: t.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise ConfigurationError(f"--max-shard-size {max_shard_size}: {error}") from None
-    for file, names in parts.filename_to_tensors.items():
-        path = os.path.join(folder, file)
-        tied = {n: kept for n, kept in shared.items() if kept in names}
-        _write_file(path, {n: tensors[n] for n in names}, {"format": "pt", **tied})
-        _check(path, safe_open, set(names))
-    if parts.is_sharded:
-        index = {"metadata": {**parts.metadata, **shared}, "weight_map": parts.tensor_to_filename}
-        with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as text:
-            json.dump(index, text, indent=2, sort_keys=True)
+    files = SafetensorsFiles(folder, max_shard_size, shared)
+    for name in sorted(tensors, key=lambda n: -tensors[n].dtype.itemsize):
+        tensor = tensors[name]
+        files.add(name, tensor.dtype, tensor.shape, tensor.blocks())
+    files.finish()
     if files_from is not None:
         notes += _copy_others(folder, files_from, tensors)
     return notes
 
 
-def _write_file(path: str, tensors: Mapping[str, StoredTensor], notes: Mapping[str, str]) -> None:
-    """Writes larger elements first, so that all lie at multiples of their size."""
-    order = sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n))
-    header: dict[str, object] = {"__metadata__": dict(notes)}
-    end = 0
-    for name in order:
-        t = tensors[name]
-        places = [end, end + t.nbytes]
-        header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": places}
-        end += t.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            for block in tensors[name].blocks():
-                file.write(block)
+class SafetensorsFiles:
+    """Writes tensors to files of a folder as they come, and holds none of them.
 
+    A file begins with a table of its tensors, which is known when they are written: room is left for it.
 
-def _check(path: str, safe_open, names: set[str]) -> None:  # type: ignore[no-untyped-def]
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = set(file.keys())
-    except Exception as error:
-        raise ShardkitError(f"{path}: safetensors doesn't read what was written ({error})") from error
-    if found != names:
-        raise ShardkitError(f"{path}: safetensors finds {len(found)} tensors, {len(names)} were written")
+    Args:
+        max_shard_size: in bytes; a file is larger only where one tensor is.
+        tied: other names of tensors that are written once.
+    """
+
+    _ROOM = 1 << 16  # bytes of a table, which spaces fill up
+
+    def __init__(self, folder: str, max_shard_size: int, tied: Mapping[str, str] | None = None) -> None:
+        self._folder, self._most, self._tied = folder, max_shard_size, tied or {}
+        self._tables: dict[str, StateDict] = {}  # by path
+        # bytes of tensors, and of its table, in this file; of all tensors
+        self._end = self._used = self._total = 0
+
+    def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[memoryview]) -> None:
+        """Writes a tensor, whose bytes come in blocks."""
+        if dtype not in _NAMES:
+            raise ConfigurationError(f"{name!r} is of dtype {dtype}, which safetensors files can't hold")
+        nbytes = math.prod(shape) * dtype.itemsize
+        notes = {other: kept for other, kept in self._tied.items() if kept == name}
+        length = len(json.dumps([name, notes])) + 200
+        is_full = self._end + nbytes > self._most or self._used + length > self._ROOM
+        if not self._tables or (self._end and (is_full or self._end % dtype.itemsize)):
+            path = os.path.join(self._folder, f"{len(self._tables)}.part")
+            self._tables[path] = {"__metadata__": {"format": "pt"}}
+            self._end = self._used = 0
+        (path, table), places = next(reversed(self._tables.items())), [self._end, self._end + nbytes]
+        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": places}
+        table["__metadata__"].update(notes)
+        self._end, self._used, self._total = places[1], self._used + length, self._total + nbytes
+        with open(path, "ab") as file:
+            file.truncate(8 + self._ROOM + places[0])
+            file.writelines(blocks)
+
+    def finish(self) -> None:
+        """Writes tables, and an index where there are several files."""
+        count, index = len(self._tables), dict[str, str]()
+        for number, (path, table) in enumerate(self._tables.items(), 1):
+            place = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
+            text = json.dumps(table, separators=(",", ":")).encode().ljust(self._ROOM)
+            with open(path, "r+b") as file:
+                file.write(struct.pack("<Q", len(text)) + text)
+            os.rename(path, os.path.join(self._folder, f"model{place}.safetensors"))
+            index.update(dict.fromkeys(set(table) - {"__metadata__"}, f"model{place}.safetensors"))
+        if count > 1:
+            notes = {"total_size": self._total, **self._tied}
+            with open(os.path.join(self._folder, INDEX), "w", encoding="utf-8") as file:
+                json.dump({"metadata": notes, "weight_map": index}, file, indent=2, sort_keys=True)
 
 
 def _copy_others(folder: str, source: str, tensors: Mapping[str, StoredTensor]) -> list[str]:

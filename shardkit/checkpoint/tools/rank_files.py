@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -317,14 +317,9 @@ def _write(folder: str, names: list[str], trees: list[StateDict], cut: SortedMod
             whole = tensor.read().reshape(-1)
             for rank, writer in enumerate(writers):
                 size = writer.coming[0].numel
-                writer.write_next(_padded(whole, rank * size, size, tensor.dtype))
+                held = whole[rank * size : (rank + 1) * size]
+                padding = bytes((size - held.numel()) * tensor.dtype.itemsize)
+                writer.write_next(chain(blocks_of(held, tensor.dtype), [padding]))
         for writer in writers:
             for buffer in writer.coming:
                 writer.write_next(buffer.blocks())
-
-
-def _padded(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
-    held = whole[start : start + size]
-    yield from blocks_of(held, dtype)
-    if held.numel() < size:
-        yield bytes((size - held.numel()) * dtype.itemsize)

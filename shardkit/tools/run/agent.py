@@ -834,16 +834,14 @@ class Heart:
                 if to_tell is not None:
                     self._was_told.set()
                 for other in self._heard:
-                    self._hear(other, store)
+                    if store.check([f"beat/{other}"]):
+                        self._hear(other, store.get(f"beat/{other}"))
                 self._round = time.monotonic()
             self._wake.wait(_PERIOD)
             self._wake.clear()
 
-    def _hear(self, other: int, store: TCPStore) -> None:
-        key = f"beat/{other}"
-        if not store.check([key]):
-            return
-        count, self._names[other], told = json.loads(store.get(key))
+    def _hear(self, other: int, beat: bytes) -> None:
+        count, self._names[other], told = json.loads(beat)
         if count != self._counts[other]:
             self._counts[other], self._heard[other] = count, time.monotonic()
         if told is not None:

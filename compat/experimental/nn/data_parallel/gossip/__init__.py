@@ -146,9 +146,6 @@ class GraphManager(ABC):
     def _rotate_forward(self, r: int, p: int) -> int:
         return (r + p) % self.world_size
 
-    def _rotate_backward(self, r: int, p: int) -> int:
-        return (r - p) % self.world_size
-
 
 def _powers(base: int, world_size: int) -> list[int]:
     """Lists 1, base, base², ..., all less than the world."""
@@ -172,7 +169,7 @@ class _TwoWay(GraphManager):
             )
         for rank in range(self.world_size):
             for hop in self._hops():
-                self._add_peers(rank, [self._rotate_forward(rank, hop), self._rotate_backward(rank, hop)])
+                self._add_peers(rank, [self._rotate_forward(rank, hop), self._rotate_forward(rank, -hop)])
 
 
 class _Bipartite(_TwoWay):
@@ -216,11 +213,8 @@ class DynamicDirectedLinearGraph(_TwoWay):
         return range(1, self.world_size, 2)
 
 
-class DynamicBipartiteLinearGraph(_Bipartite):
+class DynamicBipartiteLinearGraph(_Bipartite, DynamicDirectedLinearGraph):
     """All nodes of the other kind, nearest first."""
-
-    def _hops(self) -> Iterable[int]:
-        return range(1, self.world_size, 2)
 
 
 class RingGraph(_TwoWay):
@@ -425,18 +419,9 @@ class Nodes:
     masters: Group | None
     own: Group | None
 
-    @property
-    def local_rank(self) -> int:
-        """Returns this rank's place within its node."""
-        return self.world.rank % self.ranks
-
-    @property
-    def index(self) -> int:
-        return self.world.rank // self.ranks
-
-    @property
-    def count(self) -> int:
-        return self.world.world_size // self.ranks
+    local_rank = property(lambda self: self.world.rank % self.ranks)  # this rank's place within its node
+    index = property(lambda self: self.world.rank // self.ranks)
+    count = property(lambda self: self.world.world_size // self.ranks)
 
     @classmethod
     def of(
