@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_690  # of all source; to be lowered with each release
+LINES = 64_689  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_202,
-    "compat": 9_503,
-    "shardkit": 2_368,  # the files right there
-    "shardkit/checkpoint": 6_665,
-    "shardkit/flattening": 841,
-    "shardkit/fsdp": 11_396,
+    "compat": 9_477,
+    "shardkit": 2_373,  # the files right there
+    "shardkit/checkpoint": 6_692,
+    "shardkit/flattening": 836,
+    "shardkit/fsdp": 11_401,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_494,
@@ -25,8 +25,8 @@ PARTS = {
     "shardkit/oss": 3_019,
     "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_589,
-    "shardkit/torch_seams": 1_275,
+    "shardkit/tools": 7_587,
+    "shardkit/torch_seams": 1_270,
     "shardkit/tracing": 1_568,
     "shardkit/training": 4_793,
     "shardkit/wrapping": 1_014,

@@ -111,7 +111,7 @@ from ..wrapping.saved_on_host import Activations
 from .flat_param import FlatParam
 from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original
-from .store import GATHERING, LOCKED, Store, start_together
+from .store import GATHERING, LOCKED, Landing, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, rounds_of, rows_of_small
 
 NO_THREAD = 0
@@ -610,9 +610,8 @@ class Engine:
             unit.run_by(self)
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         # as backward leaves them
-        self._on_host = [
-            unit for unit in reversed(self.units) if any(flat.offloaded is not None for flat in unit.flats)
-        ]
+        self._on_host = [f for unit in reversed(self.units) for f in unit.flats if f.offloaded is not None]
+        self._landing: list[Landing] = []  # of these, whose gradients are on their way
         self.set_accumulating([unit.accumulates for unit in self.units])
         self.rounds = rounds_of(self.units)
         self.activations: Activations | None = None
@@ -1004,11 +1003,22 @@ class Engine:
         self._in_flight.append(unit)
 
     def _receive(self) -> None:
+        while self._landing and self._landing[0].land():
+            self._landing.pop(0)
         unit = self._in_flight.pop(0)
         for pack in unit.sent:
             pack.receive()
+        if self._on_host:
+            self._landing += [landing for f in unit.flats if (landing := f.store.landing) is not None]
         if self.is_lazy:
             self._last_reduced = [f.param.grad for f in unit.flats if f.param.grad is not None]
+
+    def _land(self) -> None:
+        """Gives shards on the host the gradients that they don't have yet, in the order in which they come."""
+        self._landing = []
+        for landing in [f.store.landing for f in self._on_host]:
+            if landing is not None:
+                landing.land(at_end=True)
 
     @torch.no_grad()
     def _end_of_backward(self) -> None:
@@ -1083,8 +1093,7 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
-        for unit in self._on_host:
-            unit.land()
+        self._land()
         if self.rounds is not None:
             self.rounds.end()
             if self.rounds.are_waiting():
@@ -1112,8 +1121,9 @@ class Engine:
         for pack in [pack for unit in units for pack in unit.sent]:
             with contextlib.suppress(RuntimeError):  # its memory is in use until it is through, or has failed
                 pack.forget()
-        for pack in [pack for unit in self._on_host for pack in unit.packs]:
-            pack.forget()
+        for landing in [f.store.landing for f in self._on_host]:
+            if landing is not None:
+                landing.forget()
         for unit in self.units:
             unit.drop_local_gradients()
             unit.release()
@@ -1216,8 +1226,7 @@ class Engine:
                     self._send(unit)
             while self._in_flight:
                 self._receive()
-            for unit in self._on_host:
-                unit.land()
+            self._land()
             for unit in self.units:
                 unit.end_backward()
 

@@ -21,6 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress, cycle, repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, final
@@ -382,20 +383,12 @@ class GradientPack(ABC):
         landing = flat.store.landing
         if landing is not None and result.device.type == self._device.type:
             size = flat.layout.shard_numel
-            landing.start(result if result.numel() == size else result[start : start + size], had, had_all)
+            own = result if result.numel() == size else result[start : start + size]
+            landing.start(own, partial(self._give, part, had, had_all))
         else:
-            self._give(part, had, result, had_all)
+            self._give(part, had, had_all, result)
 
-    def land(self) -> None:
-        """Waits for what is on its way to the host; the shard has its gradient then."""
-        landing = self._flat.store.landing
-        if landing is not None:
-            arriving = landing.taken()
-            for memory, copy, had, had_all in arriving:
-                self._give(self._parts[0], had, landing.finish(memory, copy), had_all)
-            landing.landed(bool(arriving))
-
-    def _give(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
+    def _give(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> None:
         if self._note(part, had, had_all, result):
             add_gradient(part[0].param, self._own(part, result), self._gradient_class, is_last=True)
 
@@ -422,10 +415,6 @@ class GradientPack(ABC):
         if reduction is not None and (work := reduction[3]) is not None:
             work.wait()
             self._arrived()
-        for flat in self._flats:
-            if (landing := flat.store.landing) is not None:
-                for _, copy, _, _ in landing.taken():
-                    copy.wait_on_host()
 
     def _arrived(self) -> None:  # noqa: B027 - where it is not a buffer of ours, nobody has it any more
         """Gives back what was sent."""

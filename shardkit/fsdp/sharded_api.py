@@ -477,7 +477,7 @@ def _exported(
     rest: dict[str, torch.Tensor | Change] = {}
     if _is_here(root, on):
         whole = {n: p for n, p in written_parameters(root.door) if place_of(p)[0] is None}
-        rest = {n: _cast(p.detach(), dtype) for n, p in whole.items()} | dict(buffers_of(modules))
+        rest = {**{n: _cast(p.detach(), dtype) for n, p in whole.items()}, **dict(buffers_of(modules))}
     yield rename(rest)
 
 

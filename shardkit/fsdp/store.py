@@ -43,7 +43,7 @@ without a copy: gradients, clipping, state dicts. What differs is what crosses t
   are cast on the host, into pinned memory that nobody else writes to: what is on its way stays what it was, whatever
   the program does to the shards meanwhile.
 - *Down.* A reduced gradient is copied as it has travelled between ranks, P bytes a backward, while backward goes on.
-  The host waits for it at the end of backward, and casts it there.
+  The host casts what has come before it issues the next reduction, and at the end of backward waits for the rest.
 """
 
 from __future__ import annotations
@@ -696,30 +696,30 @@ class Landing:
     def __init__(self, backend: Backend, size: int, dtype: torch.dtype) -> None:
         self._backend, self._size, self._dtype = backend, size, dtype
         self._memory: dict[torch.dtype, torch.Tensor] = {}  # pinned
-        self._arriving: list[tuple[torch.Tensor, Copy, list[bool], bool]] = []
+        self._arriving: list[tuple[torch.Tensor, Copy, Callable[[torch.Tensor], None]]] = []
         self.is_idle = False
         self.then: Callable[[], None] | None = None
 
-    def start(self, gradient: torch.Tensor, had: list[bool], had_all: bool) -> None:
-        """Copies a gradient of the device, [S], beside what is computed; notes who had it, and whether all had."""
+    def start(self, gradient: torch.Tensor, give: Callable[[torch.Tensor], None]) -> None:
+        """Copies a gradient of the device, [S], beside what is computed; ``give`` gets it on the host."""
         memory = self._unused(gradient.dtype)
-        self._arriving.append((memory, self._backend.copy_down(memory, gradient), had, had_all))
+        self._arriving.append((memory, self._backend.copy_down(memory, gradient), give))
 
-    def taken(self) -> list[tuple[torch.Tensor, Copy, list[bool], bool]]:
-        """Takes what :meth:`start` has begun: where to, what to wait for, and what was noted."""
-        arriving, self._arriving = self._arriving, []
-        return arriving
-
-    def finish(self, memory: torch.Tensor, work: Copy) -> torch.Tensor:
-        """Waits for one of these; returns it in the shard's dtype, [S]."""
-        work.wait_on_host()
-        return memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory)
-
-    def landed(self, waited: bool) -> None:
-        """Notes that the shard has its gradient; whether the host has ``waited`` for it."""
-        self.is_idle = self.is_idle or waited
-        if self.then is not None:
+    def land(self, at_end: bool = False) -> bool:
+        """Gives what has come, in the shard's dtype; ``at_end`` of backward waits for the rest. Says if all has."""
+        while self._arriving and (at_end or self._arriving[0][1].is_done()):
+            memory, work, give = self._arriving.pop(0)
+            work.wait_on_host()
+            give(memory if memory.dtype == self._dtype else self._unused(self._dtype).copy_(memory))
+            self.is_idle = True
+        if at_end and self.then is not None:
             self.then()
+        return not self._arriving
+
+    def forget(self) -> None:
+        """Waits for what is on its way, which nobody gets."""
+        while self._arriving:
+            self._arriving.pop()[1].wait_on_host()
 
     def _unused(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns memory [S] that nobody else looks at: that of the last step, unless its gradients are still there."""

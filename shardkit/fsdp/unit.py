@@ -349,11 +349,6 @@ class Unit:
                         together += gradients
         self.keeps_local = False
 
-    def land(self) -> None:
-        """Waits for gradients on their way to the host; the shards have them then."""
-        for pack in self.packs:
-            pack.land()
-
     def forget_errors(self) -> None:
         """Drops what compression has left out of gradients so far."""
         for pack in self.packs:
