@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.started import output_of
+
 WORLDS = (128, 1000, 1024)
 
 
 @pytest.fixture(scope="module")
 def costs() -> dict[str, Any]:
     """World size -> implementation -> figure."""
-    program = [sys.executable, "tests/benchmarks/scale.py", "--depth", "2", "--json"]
-    done = subprocess.run(
-        [*program, "--world-sizes", ",".join(map(str, WORLDS))],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    command = ["tests/benchmarks/scale.py", "--depth", "2", "--json"]
+    return json.loads(output_of(*command, "--world-sizes", ",".join(map(str, WORLDS))).splitlines()[-1])
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
