@@ -22,8 +22,7 @@ from shardkit.backends.processes import RankPool
 from shardkit.errors import OutOfStepError
 from shardkit.launching import _of_machine
 from shardkit.optim.oss import OSS
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.started import TORCHRUN, environment, output_of, program, ran
 
 
 def _sum_of_ranks(rank: int, extra: int) -> tuple[int, float, dict[str, str]]:
@@ -106,18 +105,14 @@ def test_what_can_not_be_launched() -> None:
         shardkit.launch(_pid, 0)
 
 
-def _script(path: Path, text: str) -> list[str]:
+def _script(path: Path, text: str) -> str:
     path.write_text(textwrap.dedent(text))
-    return [sys.executable, str(path)]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return str(path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    command = _script(
+    script = _script(
         tmp_path / "script.py",
         """
         import os, sys, time, shardkit
@@ -133,10 +128,9 @@ def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.
         """,
     )
     (tmp_path / "temporary").mkdir()
-    environment = {**_environment(), "TMPDIR": str(tmp_path / "temporary")}
     parent = subprocess.Popen(
-        [*command, str(tmp_path)],
-        env=environment,
+        [sys.executable, script, str(tmp_path)],
+        env=environment(TMPDIR=str(tmp_path / "temporary")),
         stderr=subprocess.DEVNULL,
         # a suite that a shell runs in the background ignores it, and so would what it starts
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -185,7 +179,7 @@ def test_plain_multiprocessing_spawn(tmp_path: Path) -> None:
 
 def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
     """gloo's thread is still busy with the tensors then; without an interpreter it would abort the process."""
-    command = _script(
+    script = _script(
         tmp_path / "script.py",
         """
         import os, sys, torch, torch.distributed as dist
@@ -213,41 +207,18 @@ def test_ranks_that_end_right_after_a_collective(tmp_path: Path) -> None:
             print([os.waitpid(process, 0)[1] for process in ranks], flush=True)
         """,
     )
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=_environment(), check=True, timeout=400, capture_output=True, text=True
-    )
-    assert [line for line in done.stdout.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 3, done.stderr
+    printed = output_of(script, str(tmp_path))
+    assert [line for line in printed.splitlines() if line.startswith("[0")] == ["[0, 0]"] * 3
 
 
-def test_torchrun(tmp_path: Path) -> None:
-    _script(
-        tmp_path / "script.py",
-        """
-        import os, sys, torch, shardkit
-        def rank_main(rank, text):
-            model = torch.nn.Linear(3, 2)
-            optimizer = shardkit.OSS(model.parameters(), lr=0.1)
-            wrapped = shardkit.ShardedDDP(model, optimizer)
-            wrapped(torch.ones(1, 3) * rank).sum().backward()
-            optimizer.step()
-            return f"{text}{rank}"
-        if __name__ == "__main__":
-            results = shardkit.launch(rank_main, 2, args=("rank ",))
-            open(f"{sys.argv[1]}/out{os.environ['RANK']}", "w").write(repr(results))
-        """,
-    )
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(tmp_path / "script.py"), str(tmp_path)],
-        env=_environment(), check=True, timeout=400, capture_output=True,
-    )  # fmt: skip
-    for rank in range(2):
-        assert (tmp_path / f"out{rank}").read_text() == "['rank 0', 'rank 1']"
+def test_torchrun() -> None:
+    printed = output_of(*TORCHRUN, program("step_once"), "2")
+    assert printed.count("[('rank 0', '0'), ('rank 1', '1')]") == 2
 
 
 # ------------------------------------------------------------------ start
 def test_late_ranks_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
-    command = _script(
+    script = _script(
         tmp_path / "script.py",
         """
         import time
@@ -264,12 +235,9 @@ def test_late_ranks_are_ended_and_say_where_they_are(tmp_path: Path) -> None:
                 print(error.remote_type, error)
         """,
     )
-    done = subprocess.run(
-        command, env=_environment(), timeout=400, capture_output=True, text=True, check=True
-    )
-    assert "TimeoutError" in done.stdout
-    assert "start_timeout" in done.stdout
-    assert "heavy_import" in done.stdout, done.stdout
+    printed = output_of(script)
+    for word in ("TimeoutError", "start_timeout", "heavy_import"):
+        assert word in printed
 
 
 def test_functions_that_can_not_travel() -> None:
@@ -285,14 +253,7 @@ def test_functions_that_can_not_travel() -> None:
 
 def test_a_function_of_an_interactive_session() -> None:
     code = "import shardkit\ndef f(rank): ...\nshardkit.launch(f, 2)"  # fails, and says why
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=_environment(),
-        timeout=400,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran("-c", code)
     assert "ConfigurationError" in done.stderr
     assert "put it into a file" in done.stderr
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.started import output_of, ran
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -204,10 +206,7 @@ assert not missing, missing
 import shardkit.launching, shardkit.tools.summaries
 assert callable(shardkit.launch) and callable(shardkit.summary) and shardkit.nn.Pipe and shardkit.pipeline
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    modules, has_torch = found.stdout.split()
+    modules, has_torch = output_of("-c", program).split()
     assert int(modules) <= 10
     assert has_torch == "False"
 
@@ -235,9 +234,7 @@ def test_the_command_line_answers_without_torch(arguments: list[str], status: in
 
     program = "import sys; sys.modules['torch'] = None; from shardkit.tools.cli import main; main()"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = ran("-c", program, *arguments)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, says in done.stdout + done.stderr) == (status, True), done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3

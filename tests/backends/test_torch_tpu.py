@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 
 from shardkit.backends import tpu
 from tests.late_device.tpu import INTERNAL
-from tests.started import program
+from tests.started import program, ran
 from tests.torch_tpu import runtime, wheel
 
 if sys.version_info >= (3, 11):
@@ -134,23 +132,13 @@ def test_rules_of_its_process_groups(message: str) -> None:
     assert tpu.__doc__ is not None
 
 
-_IMPORT = program("import_torch_tpu")
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What a process sees that has imported it; no TPU is asked for."""
     pytest.importorskip(
         "torch_tpu", reason="torch_tpu is not installed (make torch-tpu)", exc_type=ImportError
     )
-    variables = {"TPU_SKIP_MDS_QUERY": "1", "PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""}
-    run = subprocess.run(
-        [sys.executable, _IMPORT],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | variables,
-    )
+    run = ran(program("import_torch_tpu"), TPU_SKIP_MDS_QUERY="1", XLA_FLAGS="")
     told = [line for line in run.stdout.splitlines() if line.startswith("found ")]
     assert told, run.stderr[-3000:]
     result: dict[str, Any] = json.loads(told[0].removeprefix("found "))

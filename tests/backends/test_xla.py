@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from shardkit.backends.xla import ReplicaPool
 from tests.backends.contract_programs import Ranks, check_group
 from tests.backends.xla_process_programs import ends
 from tests.pools import Pool, on_ranks, rank_pool
+from tests.started import TORCHRUN, output_of, ran
 
 pytestmark = pytest.mark.xla
 
@@ -568,16 +567,8 @@ def test_the_launch_of_a_tpu() -> None:
     code = (
         "from tests.backends import test_xla\nif __name__ == '__main__':\n    test_xla.launch_by_runtime()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")] == [
+    printed = output_of("-c", code, PJRT_DEVICE="CPU")
+    assert [line for line in printed.splitlines() if not line.startswith("[Gloo]")] == [
         "1 ValueError",  # at once, although the other one waits
         "TimeoutError True True",
         "gloo",
@@ -596,15 +587,7 @@ def test_processes_that_the_runtime_does_not_connect_are_refused(tmp_path: Path)
         "    return shardkit.backend.get_backend('xla').group().world_size\n"
         "shardkit.launch(rank_main, 2, backend='xla')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    done = ran(*TORCHRUN, str(script), PJRT_DEVICE="CPU")
     assert done.returncode != 0
     assert "is one of 2 processes, but its XLA runtime connects to no other" in done.stderr
 

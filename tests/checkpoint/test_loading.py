@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import struct
-import subprocess
-import sys
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -23,6 +21,7 @@ from shardkit.checkpoint.format.metadata import TableOfContents, read_metadata
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
 from tests import file_mutations
+from tests.started import output_of
 
 np = pytest.importorskip("numpy")
 
@@ -290,11 +289,7 @@ def test_it_holds_whatever_torchs_default_is(tmp_path: Path) -> None:
     file, folder = tmp_path / "a.pt", tmp_path / "made"
     torch.save(Calls(folder), file)
     code = f"import shardkit\ntry: shardkit.load({str(file)!r})\nexcept shardkit.UntrustedFileError: print('refused')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400,
-        cwd=Path(__file__).resolve().parents[2], env={**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
-    )  # fmt: skip
-    assert done.stdout == "refused\n", done.stdout + done.stderr
+    assert output_of("-c", code, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1") == "refused\n"
     assert not folder.exists()
 
 

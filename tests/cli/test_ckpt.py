@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from shardkit.tools.cli import main
 from tests.checkpoint_tools.samples import everything, make
+from tests.started import output_of, ran
 
 
 @pytest.fixture
@@ -133,17 +132,15 @@ def test_errors_are_one_line(steps: Path, tmp_path: Path, capsys: pytest.Capture
 def test_convert(steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, as it is called."""
     target = str(tmp_path / "out")
-    command = [sys.executable, "-m", "shardkit", "ckpt", "convert", str(steps), target, "--to", "hf"]
-    result = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    command = ["-m", "shardkit", "ckpt", "convert", str(steps), target, "--to", "hf"]
+    result = ran(*command, "--json")
     assert result.returncode == 0, result.stderr
     assert not result.stderr
     done = json.loads(result.stdout)
     assert done["source"].endswith("step-00000010")
     assert any("optimizer" in note for note in done["notes"])
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = ran(*command)
     assert result.returncode == 2
     assert "--overwrite" in result.stderr
-    result = subprocess.run([*command, "--overwrite"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "no config.json" in result.stdout
+    assert "no config.json" in output_of(*command, "--overwrite")
     assert main(["ckpt", "diff", str(steps), target]) == 0

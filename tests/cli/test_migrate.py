@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardkit.tools import migration
 from shardkit.tools.cli import main
+from tests.started import output_of
 
 BEFORE = "import fairscale.nn as fnn  # keep\nfnn.wrap\n"
 AFTER = BEFORE.replace("fairscale", "shardkit")
@@ -239,9 +238,4 @@ def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_python_m_shardkit() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "shardkit", "migrate", "--check", __file__],
-        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("files to change: 0\n")
+    assert output_of("-m", "shardkit", "migrate", "--check", __file__).endswith("files to change: 0\n")

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from tests.clients.test_sequence_trainer import check
 from tests.clients.under_torchrun import CONFIG, STEPS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.started import TORCHRUN, ran
 
 
 def test_a_client_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.clients.under_torchrun", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = ran(*TORCHRUN, "-m", "tests.clients.under_torchrun", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stdout
     assert not done.stderr

@@ -9,7 +9,6 @@ import os
 import pickle
 import pkgutil
 import shutil
-import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from shardkit.compat.redirections import REDIRECTED_MODULES
 from shardkit.compat.reexports import MOVED
 from shardkit.errors import LifecycleError
 from shardkit.tools.cli import main
-from tests.started import program
+from tests.started import program, ran
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -214,10 +213,7 @@ PROGRAM = program("fairscale_in_children")
 
 def test_a_script_and_the_processes_it_starts(tmp_path: Path) -> None:
     script = shutil.copy(PROGRAM, tmp_path / "train.py")  # in a folder where nothing else is
-    done = subprocess.run(
-        [sys.executable, "-m", "shardkit", "run-as-fairscale", str(script), "--lr", "1", "-m", "--", "x"],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = ran("-m", "shardkit", "run-as-fairscale", str(script), "--lr", "1", "-m", "--", "x")
     assert done.returncode == 7, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # up to torch 2.9
     assert lines == ["['--lr', '1', '-m', '--', 'x']", "child", "child"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from shardkit.optim import OSS
 from shardkit.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from shardkit.utils.testing import DummyProcessGroup
 from tests.pools import on_ranks
+from tests.started import output_of
 
 MOVED = {
     **{f"utils.{m}": f"internal.{m}" for m in
@@ -61,7 +60,7 @@ def test_parts_after_importing_the_package_alone() -> None:
     code += f"for part in {parts}: assert getattr(shardkit, part) is sys.modules[f'shardkit.{{part}}']"
     code += "\nassert shardkit.moe.__name__ == 'shardkit.model_parallel.moe'"
     code += "".join(f"\nassert shardkit.{path}" for path in ATTRIBUTES)
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
+    output_of("-c", code)
 
 
 def test_the_package_alone() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,19 +11,14 @@ import pytest
 import torch
 
 from digits import STRATEGIES, DigitTransformer
+from tests.started import ROOT, TORCHRUN, output_of, ran
 
-ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("sklearn", reason="the example's images come with scikit-learn (extra: demo)")
 
 
 def run_digits(*args: str, timeout: int = 280) -> str:
     """The example's output; fails the test if it doesn't exit with 0."""
-    command = [sys.executable, "examples/digits.py", *args]
-    result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    return output_of("examples/digits.py", *args, seconds=timeout)
 
 
 def accuracies(output: str) -> dict[str, float]:
@@ -79,23 +71,14 @@ def test_all_strategies_on_four_ranks() -> None:
     check_bytes(output, ranks=4)
 
 
-def _under_torchrun(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "examples/digits.py", *args],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
 def test_under_torchrun() -> None:
-    result = _under_torchrun("--epochs", "1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("2 ranks on gloo, held-out accuracy") == 1  # rank 0 reports
-    check_bytes(result.stdout, ranks=2)
+    output = output_of(*TORCHRUN, "examples/digits.py", "--epochs", "1")
+    assert output.count("2 ranks on gloo, held-out accuracy") == 1  # rank 0 reports
+    check_bytes(output, ranks=2)
 
 
 def test_torchrun_with_another_number_of_ranks_is_refused() -> None:
-    result = _under_torchrun("--ranks", "4")
+    result = ran(*TORCHRUN, "examples/digits.py", "--ranks", "4")
     assert result.returncode != 0
     assert "--ranks 4, but torchrun started 2" in result.stderr
 
@@ -116,18 +99,15 @@ def test_on_xla_replicas() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    command = [sys.executable, "examples/digits.py", "--ranks", "3"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    result = ran("examples/digits.py", "--ranks", "3")
     assert result.returncode == 2
     assert "multiple of the ranks" in result.stderr
 
 
 def test_rewards_are_learned_and_an_engine_keeps_up() -> None:
     """Changes are applied to what the engine had, so a lost one would end in an error about checksums."""
-    command = [sys.executable, "examples/char_rewards.py", "--ranks", "3", "--steps", "41"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert result.returncode == 0, result.stdout + result.stderr
-    course = re.findall(r"step (\d+): reward ([\d.]+), (\d+) bytes", result.stdout)
+    output = output_of("examples/char_rewards.py", "--ranks", "3", "--steps", "41")
+    course = re.findall(r"step (\d+): reward ([\d.]+), (\d+) bytes", output)
     assert [int(step) for step, _, _ in course] == [0, 10, 20, 30, 40]
     (_, first, whole), (_, last, changed) = course[0], course[-1]
     assert float(first) < 0.5 < 0.9 < float(last)
@@ -139,10 +119,7 @@ def test_readme_example(tmp_path: Path) -> None:
     [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "readme_example.py"
     script.write_text(program)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400
-    )
+    result = ran(str(script), folder=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Warning" not in result.stderr
     losses = ast.literal_eval(result.stdout.splitlines()[-1])  # older gloo prints a line a rank first

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +21,7 @@ import vit
 from imagenet import CONFIGS, ResNet
 from tests.examples import tiny_data
 from tests.pools import rank_pool
+from tests.started import output_of
 from training import complaint, make_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,17 +143,8 @@ def test_imagenet_command_leaves_checkpoints(tmp_path: Path, capsys: pytest.Capt
 
 def test_mnist_as_a_process() -> None:
     """Ranks find what is defined in the script that was started."""
-    flags = ["--strategy", "sharded_ddp", "--num_epochs", "1"]
-    result = subprocess.run(
-        [sys.executable, "examples/mnist.py", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("held-out accuracy") == 2
+    output = output_of("examples/mnist.py", "--strategy", "sharded_ddp", "--num_epochs", "1")
+    assert output.count("held-out accuracy") == 2
 
 
 @pytest.mark.parametrize(

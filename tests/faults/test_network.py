@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import cases, faults, machines, try_case
-from tests.started import program
+from tests.started import output_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 6.0  # seconds, of the process group
@@ -63,13 +63,9 @@ def namespaces() -> Iterator[list[str]]:
 
 def test_a_link_that_goes_down(namespaces: list[str], tmp_path: Path) -> None:
     """Two jobs at once, whose ranks meet in a file and in a store of rank 0."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, ",".join(namespaces), str(tmp_path), str(TIMEOUT)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True, timeout=400, capture_output=True, text=True,
-    )  # fmt: skip
-    found = re.findall(r"RANK (\w+ \d) (\w+) (\d+) (.*)", done.stdout)
-    assert sorted(f[0] for f in found) == ["file 0", "file 1", "tcp 0", "tcp 1"], done.stderr
+    printed = output_of(SCRIPT, ",".join(namespaces), str(tmp_path), str(TIMEOUT))
+    found = re.findall(r"RANK (\w+ \d) (\w+) (\d+) (.*)", printed)
+    assert sorted(f[0] for f in found) == ["file 0", "file 1", "tcp 0", "tcp 1"], printed
     for _, kind, seconds, text in found:
         assert kind == "RankLostError", found
         assert float(seconds) <= LATEST, found

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.pages.running import run_page
+from tests.started import output_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [
@@ -40,12 +38,4 @@ def _in_a_process_of_its_own(page: Path, folder: Path) -> None:
         "from pathlib import Path; from tests.pages.running import run_page; from tests.pools import close_pools\n"
         f"run_page(Path({str(page)!r}), Path({str(folder)!r})); close_pools()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=DOCS.parent,
-        env={**os.environ, "PYTHONPATH": str(DOCS.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of("-c", program)

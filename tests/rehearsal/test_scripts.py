@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 import threading
@@ -29,7 +28,7 @@ from shardkit.tools.rehearsal import rehearse, surroundings
 from tests.pools import rank_pool
 from tests.rehearsal import hangs, trainings
 from tests.rehearsal.test_collectives import same
-from tests.started import program
+from tests.started import output_of, program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,11 +269,9 @@ def test_sixty_four_ranks_need_little(tmp_path: Path) -> None:
         "import resource, sys; from shardkit.tools.cli import main; code = main(sys.argv[1:]);"
         "print('MiB', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
     )
-    call = [sys.executable, "-c", program, "rehearse", "--ranks", "64", "--steps", "1", "--no-memory", script]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "examples")))}
-    done = subprocess.run(call, capture_output=True, text=True, timeout=400, check=False, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split("MiB")[-1]) < 4096
+    call = ["-c", program, "rehearse", "--ranks", "64", "--steps", "1", "--no-memory", script]
+    printed = output_of(*call, PYTHONPATH=os.pathsep.join(map(str, (ROOT, ROOT / "examples"))))
+    assert int(printed.split("MiB")[-1]) < 4096
 
 
 @pytest.mark.parametrize("divided", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -16,9 +15,7 @@ import pytest
 
 import shardkit
 from shardkit.tools.cli import main
-from tests.started import program
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.started import ROOT, environment, output_of, program
 
 EXPECTED = [(0, 2, []), (1, 2, [2]), (2, 1, [2])]
 # Steps end in "checkpoints", as shardkit.save writes them. By attempt: rank 1 raises; dies; is left out.
@@ -28,8 +25,7 @@ PROGRAM = Path(program("fail_twice")).read_text()
 def _begin(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(program)
     return subprocess.Popen(
-        [sys.executable, "-m", "shardkit", "run", *arguments], cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "shardkit", "run", *arguments], cwd=folder, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -119,12 +115,8 @@ if __name__ == "__main__":
 def test_a_program_that_launches_twice(tmp_path: Path) -> None:
     """The agent's store outlives the first process group, whose addresses the second one must not take for its own."""
     (tmp_path / "twice.py").write_text(TWICE)
-    job = subprocess.run(
-        [sys.executable, "-m", "shardkit", "run", "--ranks", "2", "twice.py"], cwd=tmp_path, timeout=400,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert job.returncode == 0, job.stderr
-    assert "[[[0, 1], [0, 1]], [[0, 1], [0, 1]]]" in job.stdout
+    printed = output_of("-m", "shardkit", "run", "--ranks", "2", "twice.py", folder=tmp_path)
+    assert "[[[0, 1], [0, 1]], [[0, 1], [0, 1]]]" in printed
 
 
 def _wait_for(job: subprocess.Popen[str], file: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from shardkit.xla.fsdp import consolidate_sharded_ckpts
 from tests.examples import tiny_data
 from tests.pools import rank_pool
 from tests.seeds.running import SNIPPETS
+from tests.started import ran
 
 COMMANDS = (SNIPPETS / "commands.txt").read_text().splitlines()
 GUIDES = Path(__file__).resolve().parents[2] / "examples"
@@ -206,8 +205,7 @@ def test_fake_data_natively_and_with_ddp(run: Callable[..., int], capsys: pytest
 )
 def test_without_data_as_processes(script: str, flag: str, says: str, tmp_path: Path) -> None:
     """A script that is started by its path says what is missing, before any rank starts."""
-    line = [sys.executable, str(GUIDES / script), flag, str(tmp_path / "none")]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    ended = ran(str(GUIDES / script), flag, str(tmp_path / "none"))
     assert ended.returncode == 2
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from tests.benchmarks import xla_training
 from tests.benchmarks.xla_trainers import DDP, NATIVE
 from tests.pools import on_ranks, rank_pool
 from tests.seeds.running import SNIPPETS, run, snippet
+from tests.started import output_of
 
 # Not importorskip: importing torch_xla changes the environment of this process.
 MISSING = importlib.util.find_spec("torch_xla") is None
@@ -104,8 +102,7 @@ def test_fsdp_checkpoint_and_consolidation(
             torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
     command = snippet("xla_consolidate", {"/tmp/mnist-fsdp/final_ckpt": f"{tmp_path}/", "_rank-": "rank-"})
     arguments = shlex.split(command.replace("\\\n", " "))
-    arguments[0] = sys.executable
-    subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True, timeout=400)
+    output_of(*arguments[1:])
     consolidated = torch.load(f"{tmp_path}/_consolidated.pth")["model"]
     assert set(consolidated) == set(expected)
     for key, value in consolidated.items():
@@ -132,18 +129,16 @@ def test_process_group_and_ranks(rank: int, world_size: int) -> None:
 def test_ddp_script(count: str, tmp_path: Path) -> None:
     """As printed, with its 16 million parameters, where the environment says how many ranks there are."""
     code = snippet("xla_ddp")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {}
     if count == "nprocs":  # a reader's own change
         code = code.replace("xmp.spawn(demo_fn)", "xmp.spawn(demo_fn, nprocs=2)").replace("1000000", "1000")
     else:
         environment["CPU_NUM_DEVICES"] = "2"
     script = tmp_path / "ddp.py"
     script.write_text(code)
-    finished = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert finished.returncode == 0, finished.stderr
-    printed = [line for line in finished.stdout.splitlines() if line.startswith("Running")]
+    printed = [
+        line for line in output_of(str(script), **environment).splitlines() if line.startswith("Running")
+    ]
     assert sorted(printed) == [f"Running basic DDP example on rank {r}." for r in range(2)]
 
 

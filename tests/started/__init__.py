@@ -20,15 +20,21 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
-def output_of(*arguments: str, seconds: float = 400) -> str:
-    """What Python prints when it runs a program with these arguments, without error."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def ran(
+    *arguments: str, folder: Path = ROOT, seconds: float = 400, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments in a folder, and with these variables besides; how it ended is returned."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(**variables), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=seconds, check=False,
+    )  # fmt: skip
+
+
+def output_of(*arguments: str, folder: Path = ROOT, seconds: float = 400, **variables: str) -> str:
+    """What Python prints that ends without error."""
+    done = ran(*arguments, folder=folder, seconds=seconds, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

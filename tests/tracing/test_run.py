@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,8 @@ import pytest
 from shardkit.tools.cli import main
 from shardkit.tools.trace import analyse
 from shardkit.tracing.timeline import of_events, read_events
-from tests.started import environment, program
+from tests.started import program, ran
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = program("train_with_a_late_rank")
 
 
@@ -22,22 +19,8 @@ PROGRAM = program("train_with_a_late_rank")
 def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
     """The second asks for more than there are: each rank leaves its part."""
     shutil.copy(PROGRAM, tmp_path / "train.py")
-    command = [
-        sys.executable,
-        "-m",
-        "shardkit",
-        "run",
-        "--ranks",
-        "2",
-        "--id",
-        "a",
-        "--trace",
-        f"steps={steps}",
-    ]
-    done = subprocess.run(
-        [*command, "train.py"], cwd=tmp_path, env=environment(),
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+    run = ["-m", "shardkit", "run", "--ranks", "2", "--id", "a", "--trace"]
+    done = ran(*run, f"steps={steps}", "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"shardkit trace {tmp_path / 'runs' / 'a'}" in done.stderr
     found = analyse(of_events(read_events([tmp_path / "runs" / "a"])))

@@ -194,8 +194,7 @@ def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     shardkit.save(sys.argv[1], model=torch.nn.Linear(2, 2), step=1, async_=True)
     assert shardkit.latest(sys.argv[1]) is None
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, timeout=400, check=True)
+    output_of("-c", textwrap.dedent(code), str(tmp_path))
     assert shardkit.latest(tmp_path) == str(tmp_path / "step-00000001")
 
 
