@@ -117,7 +117,7 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
   moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
-  extra/test_adam.py::test_within_oss oss/test_oss.py::test_every_optimizer_of_torch \
+  extra/test_adam.py::test_within_oss \
   model_parallel/test_model_parallel.py::test_llama backends/test_gloo.py::test_sockets_of_a_rank \
   backends/test_gloo.py::test_a_new_default_group_after_the_first_was_destroyed \
   evaluation/test_gathering.py::test_dtypes_have_to_agree)

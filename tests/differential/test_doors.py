@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -189,10 +190,15 @@ class Course:
         else:
             sides = [[], params]
         groups = [{"params": ps, "weight_decay": d} for ps, d in zip(sides, (0.0, 0.3), strict=True) if ps]
-        kind: Any = torch.optim.SGD if "momentum" in self.loop.traits else torch.optim.AdamW
-        # sums over thousands of rows: with more the weights grow without an end, and with them what rounding does
-        lr = 1e-4 if {"large", "momentum"} <= set(self.loop.traits) else 0.02
-        options = {"lr": lr, **({"momentum": 0.9} if "momentum" in self.loop.traits else {"eps": 1e-3})}
+        kind, options = torch.optim.AdamW, {"lr": 0.02, "eps": 1e-3}
+        if "momentum" in self.loop.traits:
+            # sums over thousands of rows: with more the weights grow without an end, and with them what rounding does
+            kind, options = (
+                torch.optim.SGD,
+                {"lr": 1e-4 if "large" in self.loop.traits else 0.02, "momentum": 0.9},
+            )
+        elif "signs" in self.loop.traits:
+            kind, options = torch.optim.Rprop, {}
         return oss(groups, kind, **options) if oss else kind(groups, **options)  # type: ignore[no-any-return]
 
     def values(self, models: Any) -> dict[str, torch.Tensor]:
@@ -363,6 +369,24 @@ def loops(draw: st.DrawFn, doors: tuple[str, ...] = DOORS, most: int = 6) -> Loo
         door, ranks, draw(st.tuples(st.integers(2, 5), st.integers(1, 6), st.integers(2, 7))),
         tuple(sorted(traits)), found, roots, later, draw(st.integers(0, 3)) if is_apart else -1,
     )  # fmt: skip
+
+
+SAME, SKIPPED = Turn(to_none=False), Turn(to_none=False, nan="all")
+ONCE_WRONG = {
+    f"{what}, {door}": Loop(door, 3, (4, 5, 3), ("clips", "tied", *traits), turns)
+    for what, traits, turns in (
+        ("decay by dimensions", (), (SAME,) * 4),
+        ("steps that are skipped", (), (SAME, SKIPPED, SAME, SAME)),
+        ("steps by signs", ("signs",), (SAME,) * 4),
+    )
+    for door in ("unflattened", "fully_shard", "dtensors")
+}
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_loops_that_once_went_wrong(name: str) -> None:
+    """With gradients that are filled with zeros, and rows that ranks can't divide."""
+    check_loop(ONCE_WRONG[name])
 
 
 @examples(30)

@@ -7,7 +7,6 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, WholeParameters, fully_shard, sharding_of
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
-from tests.beside import assert_same, train_beside
+from tests.beside import assert_same
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks, rank_pool, run_once
 
@@ -38,19 +37,6 @@ class Cut(nn.Module):
 def _units(model: Cut) -> FSDP:
     model.first, model.second, model.last = FSDP(model.first), FSDP(model.second), FSDP(model.last)  # type: ignore[assignment]
     return FSDP(model)
-
-
-@pytest.mark.parametrize("last", [False, True])
-@on_ranks(2, 3)
-def test_units_that_backward_reaches_on_other_ranks_only(rank: int, world_size: int, last: bool) -> None:
-    """A rank that stops earlier gathers along; else the others would wait for it."""
-    plain, model = build(Cut), _units(build(Cut))
-
-    def loss(m: Any, r: int, step: int) -> torch.Tensor:
-        (plain if m is plain else m.module).cut = step > 0 and r == (world_size - 1) * last
-        return m(batch(step, world_size)[r]).pow(2).mean()
-
-    train_beside(rank, world_size, model, plain, loss)
 
 
 class Spared(nn.Module):

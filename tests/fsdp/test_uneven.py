@@ -33,6 +33,8 @@ WIDTH = 13
 class Net(nn.Module):
     """Blocks of different sizes, one computed anew in backward, a tied weight, something frozen."""
 
+    units = ("blocks.0", "blocks.1", "blocks.2")
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -55,8 +57,8 @@ def _loss(model: nn.Module, seed: int) -> torch.Tensor:
     return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)).square().mean()
 
 
-def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = Net()
+def _sharded(way: str, make: Callable[[], Any] = Net) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
     if way == "ShardedDDP":
         optimizer = shardkit.OSS(
             [p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-2
@@ -65,12 +67,11 @@ def _sharded(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     options: dict[str, Any] = {"dtensors": True} if way == "dtensors" else {}
     if way == "hybrid":
         options["group"], options["replicas"] = hybrid_groups(2)
-    for name in ("0", "1", "2"):
-        block = model.blocks._modules[name]
-        model.blocks._modules[name] = (
-            by_root(block, **options) if way in ("FSDP", "hybrid") else fully_shard(block, **options)
-        )
-    model = by_root(model, **options) if way in ("FSDP", "hybrid") else fully_shard(model, **options)
+    shard: Any = by_root if way in ("FSDP", "hybrid") else fully_shard
+    for name in model.units:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, shard(model.get_submodule(name), **options))
+    model = shard(model, **options)
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
@@ -92,29 +93,33 @@ def _train(rank: int, way: str, counts: list[list[int]], meeting: str, weighted:
         return lines.copy()
 
 
-def _compare(rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool) -> None:
-    plain = Net()
+def _compare(
+    rank: int, way: str, counts: list[list[int]], meeting: str, weighted: bool,
+    make: Callable[[], nn.Module] = Net, loss_of: Callable[[nn.Module, int], torch.Tensor] = _loss,
+) -> None:  # fmt: skip
+    plain = make()
     truth = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = _sharded(way)
+    model, optimizer = _sharded(way, make)
     evaluations = random.Random(rank)  # whose numbers differ, too
     for step, per_rank in enumerate(counts):
         with shardkit.uneven(model, once=meeting == "once") as work:
             inside: Any = sharding_of(model).no_sync() if way != "ShardedDDP" else model.no_sync()
             with inside if meeting == "no_sync" else contextlib.nullcontext():
                 for k in range(per_rank[rank]):
-                    _evaluate(model, plain, evaluations.choice((0, 0, 1, 2)))
-                    if k == 1:  # of inputs alone, and no micro-batch
+                    seed = 1000 * step + 10 * k + rank
+                    _evaluate(model, plain, evaluations.choice((0, 0, 1, 2)), seed + 500, loss_of)
+                    if k == 1 and make is Net:  # of inputs alone, and no micro-batch
                         attacked = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
                         torch.autograd.grad(model(attacked).sum(), attacked)
-                    loss = _loss(model, 1000 * step + 10 * k + rank)
-                    if k == 1:  # of another graph
+                    loss = loss_of(model, seed)
+                    if k == 1 and make is Net:  # of another graph
                         torch.autograd.grad(attacked.sin().sum(), attacked)
                     (work.weighted(loss, 1 + k) if weighted else loss).backward()
-                _evaluate(model, plain, evaluations.choice((0, 1)))
+                _evaluate(model, plain, evaluations.choice((0, 1)), 500, loss_of)
         total = sum(1 + k if weighted else 1 for n in per_rank for k in range(n))
         for r, n in enumerate(per_rank):
             for k in range(n):
-                ((1 + k if weighted else 1) / total * _loss(plain, 1000 * step + 10 * k + r)).backward()
+                ((1 + k if weighted else 1) / total * loss_of(plain, 1000 * step + 10 * k + r)).backward()
         if way != "ShardedDDP":
             norm = sharding_of(model).clip_grad_norm_(1e9)
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
@@ -483,6 +488,8 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """Layers any of which may be left out, every other one of them computed anew in backward."""
 
+    units = tuple(f"layers.{k}{part}" for k in range(4) for part in (".experts.0", ".experts.1", ""))
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(6)
@@ -498,23 +505,6 @@ class Layers(nn.Module):
         return out
 
 
-def _layers(way: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = Layers()
-    if way == "ShardedDDP":
-        optimizer = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=1e-2)
-        return ShardedDDP(model, optimizer), optimizer
-    options: dict[str, Any] = {"dtensors": True} if way == "dtensors" else {}
-    if way == "hybrid":
-        options["group"], options["replicas"] = hybrid_groups(2)
-    shard: Any = fully_shard if way in ("fully_shard", "dtensors") else by_root
-    for k, layer in enumerate(model.layers):
-        for j, expert in enumerate(layer.experts):
-            layer.experts[j] = shard(expert, **options)
-        model.layers[k] = shard(layer, **options)
-    model = shard(model, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def _loss_by_some(model: nn.Module, seed: int) -> torch.Tensor:
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     chosen = [draw.choice((None, (), (0,), (1,), (0, 1), (0, 1))) for _ in range(4)]
@@ -524,23 +514,7 @@ def _loss_by_some(model: nn.Module, seed: int) -> torch.Tensor:
 
 def _other_layers(rank: int, way: str, counts: list[list[int]]) -> None:
     """Each micro-batch of each rank, and each evaluation, drops other layers and chooses other experts."""
-    plain = Layers()
-    truth = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    model, optimizer = _layers(way)
-    evaluations = random.Random(rank)
-    for step, per_rank in enumerate(counts):
-        with shardkit.uneven(model) as work:
-            for k in range(per_rank[rank]):
-                seed = 1000 * step + 10 * k + rank
-                _evaluate(model, plain, evaluations.choice((0, 0, 1)), seed + 500, _loss_by_some)
-                work.weighted(_loss_by_some(model, seed), 1 + k).backward()
-        every = [(1000 * step + 10 * k + r, 1 + k) for r, n in enumerate(per_rank) for k in range(n)]
-        for seed, weight in every:
-            (weight / sum(w for _, w in every) * _loss_by_some(plain, seed)).backward()
-        for each in (optimizer, truth):
-            each.step()
-            each.zero_grad()
-    assert_same(model, plain, rtol=1e-12, atol=1e-12)
+    _compare(rank, way, counts, "each", True, Layers, _loss_by_some)
 
 
 @pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
