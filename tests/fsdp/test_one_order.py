@@ -184,7 +184,7 @@ def check(world_size: int, chain: Chain) -> None:
 @example(Chain(("plain",) * 8, cuts=frozenset({(0, 7)})))
 @example(Chain(("plain",) * 8, ((2, 5, "torch"), (5, 8, "reentrant")), frozenset({(0, 7)})))
 @example(Chain(("plain",) * 8, ((0, 8, "own"),), frozenset({(1, 6)})))
-@example(Chain(("plain", "frozen", "plain", "frozen", "plain"), cuts=frozenset({(0, 2)})))
+@example(Chain(("plain", "frozen", "plain", "frozen", "plain"), cuts=frozenset({(0, 2), (1, 3)})))
 @example(Chain(("optional",) * 6, skips=frozenset({(0, 5), (1, 3)})))
 @example(Chain(("optional",) * 6, skips=frozenset({(0, 5)}), cuts=frozenset({(1, 3)}), forwards=2))
 def test_two_ranks(chain: Chain) -> None:
