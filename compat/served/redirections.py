@@ -55,7 +55,7 @@ REDIRECTED = [
         "it is built on torch.distributed.rpc and RemoteModule, which torch no longer develops",
     ),
     Redirection(
-        "experimental.nn.mevo: GetMaxFunction GetSumFunction TargetScoreFunction",
+        "experimental.nn: GetMaxFunction GetSumFunction TargetScoreFunction",
         "shardkit.model_parallel.layers.linear_cross_entropy",
         "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
     ),
@@ -119,7 +119,7 @@ REDIRECTED = [
         "it was a step within FSDP's methods, which need no helper for it now",
     ),
     Redirection(
-        "nn.data_parallel.fully_sharded_data_parallel: OffloadConfig",
+        "nn.data_parallel: OffloadConfig",
         "FullyShardedDataParallel(move_params_to_cpu=True)",
         "fairscale itself dropped it in 0.4.11",
     ),

@@ -5,62 +5,49 @@
 
 from __future__ import annotations
 
-# Modules that have moved since 0.2.0 and may be imported by either name, all below shardkit: then -> now.
-MOVED = {
-    "activations": "wrapping.activations",
-    "adascale": "training.adascale",
-    "checkpoint_tools": "checkpoint.tools",
-    "data": "training.data",
-    "estimate": "tools.estimate",
-    "evaluation": "training.evaluation",
-    "extra.adam": "optim.adam",
-    "extra.auto_shard": "experimental.nn.auto_shard",
-    "experimental.nn.data_parallel.gossip.distributed": "experimental.nn.data_parallel.gossip",
-    "experimental.nn.data_parallel.gossip.gossiper": "experimental.nn.data_parallel.gossip",
-    "experimental.nn.data_parallel.gossip.graph_manager": "experimental.nn.data_parallel.gossip",
-    "experimental.nn.data_parallel.gossip.mixing_manager": "experimental.nn.data_parallel.gossip",
-    "experimental.nn.data_parallel.gossip.utils.helpers": "experimental.nn.data_parallel.gossip.utils",
-    "experimental.optim.dynamic_loss_scaler": "experimental.optim",
-    "extra.dynamic_loss_scaler": "experimental.optim",
-    "extra.gossip": "experimental.nn.data_parallel.gossip",
-    "extra.layerwise_gradient_scaler": "optim.layerwise_gradient_scaler",
-    "experimental.tooling.memory_tracker": "experimental.tooling.layer_memory_tracker",
-    "extra.memory_tracker": "experimental.tooling.layer_memory_tracker",
-    "extra.offload": "experimental.nn.offload",
-    "extra.vocab_loss": "model_parallel.layers",
-    "extra.vocab_output": "experimental.nn.mevo",
-    "fair_dev.testing.golden_testing_data": "fair_dev.testing.testing",
-    "fair_dev.testing.models": "fair_dev.testing.testing",
-    "fair_dev.testing.spawning": "fair_dev.testing.testing",
-    "flattening.flat_parameter": "flattening.wrapper",
-    "grad_scaler": "training.grad_scaler",
-    "moe": "model_parallel.moe",
-    "model_parallel.random": "model_parallel.groups",
-    "model_parallel.regions": "model_parallel.layers",
-    "nn.data_parallel.fsdp_facts": "nn.data_parallel.fully_sharded_data_parallel",
-    "internal.containers": "internal.params",
-    "internal.parallel": "internal.params",
-    "internal.reduce_scatter_bucketer": "internal.params",
-    "nn.auto_wrap": "nn.wrap.auto_wrap",
-    "nn.data_parallel.sharded_ddp": "nn.data_parallel",
-    "nn.misc.checkpoint_activations": "nn.checkpoint.checkpoint_activations",
-    "optim.utils": "internal.params",
-    "out_of_memory": "training.out_of_memory",
-    "pipeline.microbatch": "pipeline.pipe",
-    "pipeline.partition": "pipeline.pipe",
-    "pipeline.skip": "pipeline.pipe",
-    "pipeline.remote_pipe": "pipeline.async_pipe",
-    "rehearsal": "tools.rehearsal",
-    "testing": "tools.verify",
-    "torch_fsdp2": "torch_fsdp.fsdp2",
-    "utils": "internal",
-    "utils.testing": "fair_dev.testing.testing",
-    "whole_parameters": "training.whole_parameters",
-    "wrapping.policies": "wrapping.context",
+# fmt: off
+# Modules, all below shardkit, and what those were called up to 0.2.0, or are in fairscale, that may be imported by
+# either name.
+_BEFORE = {
+    "experimental.nn.data_parallel.gossip":
+    "experimental.nn.data_parallel.gossip.distributed experimental.nn.data_parallel.gossip.gossiper "
+    "experimental.nn.data_parallel.gossip.graph_manager "
+    "experimental.nn.data_parallel.gossip.mixing_manager extra.gossip",
+    "experimental.nn.data_parallel.gossip.utils": "experimental.nn.data_parallel.gossip.utils.helpers",
+    "experimental.nn":
+    "experimental.nn.auto_shard experimental.nn.mevo experimental.nn.offload experimental.nn.sync_batchnorm "
+    "extra.auto_shard extra.offload extra.vocab_output",
+    "experimental.optim": "experimental.optim.dynamic_loss_scaler extra.dynamic_loss_scaler",
+    "experimental.tooling.layer_memory_tracker": "experimental.tooling.memory_tracker extra.memory_tracker",
+    "fair_dev.testing.testing":
+    "fair_dev.testing.golden_testing_data fair_dev.testing.models fair_dev.testing.spawning "
+    "utils.testing",
+    "flattening.wrapper": "flattening.flat_parameter",
+    "internal": "utils",
+    "internal.params": "internal.containers internal.parallel internal.reduce_scatter_bucketer optim.utils",
+    "model_parallel.groups": "model_parallel.random",
+    "model_parallel.layers": "extra.vocab_loss model_parallel.regions",
+    "model_parallel.moe": "moe",
+    "nn.checkpoint.checkpoint_activations": "nn.misc.checkpoint_activations",
+    "nn.data_parallel":
+    "nn.data_parallel.fsdp_facts nn.data_parallel.fully_sharded_data_parallel nn.data_parallel.sharded_ddp",
+    "nn.wrap.auto_wrap": "nn.auto_wrap",
+    "optim":
+    "extra.adam extra.layerwise_gradient_scaler optim.adam optim.adascale "
+    "optim.layerwise_gradient_scaler optim.oss",
+    "pipeline.async_pipe": "pipeline.remote_pipe",
+    "pipeline.pipe": "pipeline.microbatch pipeline.partition pipeline.skip",
+    "tools.verify": "testing",
+    "torch_fsdp.fsdp2": "torch_fsdp2",
+    "training.adascale": "adascale",
+    "training.evaluation": "evaluation",
+    "training.grad_scaler": "grad_scaler",
+    "wrapping.activations": "activations",
+    "wrapping.context": "wrapping.policies",
 }
+MOVED = {name: now for now, names in _BEFORE.items() for name in names.split()}
 
 # Path of a module -> where the names are that it has from elsewhere, below shardkit, and the names, as in an import.
-# fmt: off
 REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.async_schedule: AsyncMessageBody, "
@@ -92,7 +79,7 @@ REEXPORTED = {
     "DistributedPipelineRecord, PartitionHandler; internal: torch_version; nn.pipe: microbatch",
     "experimental.nn.distributed_pipeline.trace":
     "experimental.nn.distributed_pipeline.graph: PipelineModulesGraph",
-    "experimental.nn.sync_batchnorm":
+    "experimental.nn":
     "internal: torch_version; wrapping.activations: is_checkpointing, is_recomputing",
     "experimental.tooling.layer_memory_tracker": "nn.data_parallel: FullyShardedDataParallel",
     "experimental.wgit":
@@ -120,16 +107,13 @@ REEXPORTED = {
     "patch_batchnorm, thread_local",
     "nn.checkpoint.checkpoint_utils": "wrapping.activations: patch_batchnorm",
     "nn.data_parallel":
-    "flattening.bucket: GradBucket; internal.params: Workhandle, get_global_rank; "
-    "nn.data_parallel.fully_sharded_data_parallel: OffloadConfig, TrainingState, no_pre_load_state_dict_hook",
+    "flattening.bucket: GradBucket; flattening.wrapper: no_key_translation as no_pre_load_state_dict_hook; "
+    "flattening.wrapper: FlattenParamsWrapper; internal.params: ReduceScatterBucketer, Workhandle, apply_to_tensors, "
+    "calc_grad_norm, chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, get_global_rank, "
+    "recursive_copy_to_device, replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
     "nn.data_parallel.fsdp_optim_utils":
-    "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel.fully_sharded_data_parallel: "
-    "check_param_counts_before_sharding, is_singleton_tensor",
-    "nn.data_parallel.fully_sharded_data_parallel":
-    "flattening.wrapper: no_key_translation as no_pre_load_state_dict_hook; flattening.wrapper: "
-    "FlattenParamsWrapper; internal.params: ReduceScatterBucketer, apply_to_tensors, calc_grad_norm, "
-    "chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, recursive_copy_to_device, "
-    "replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
+    "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel: check_param_counts_before_sharding, "
+    "is_singleton_tensor",
     "nn.misc.flatten_params_wrapper":
     "flattening.wrapper: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
     "FlattenParamsWrapper; internal.params: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
@@ -230,10 +214,8 @@ REEXPORTED = {
     "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.pipe: Batch",
     "optim.grad_scaler":
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
-    "optim.oss":
+    "optim":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
-    "training_checkpoints.handles": "checkpoint.saving: Handle",
-    "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }
 # fmt: on
 

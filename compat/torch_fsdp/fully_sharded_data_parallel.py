@@ -57,7 +57,7 @@ from shardkit.fsdp.state_dict import follow_shards, gather_parts, parameters_of
 from shardkit.fsdp.store import put_together
 from shardkit.fsdp.wrapper import Door, UnitModule
 from shardkit.layout import AlignedLayout, EachAlone
-from shardkit.nn.data_parallel.fully_sharded_data_parallel import PassedGroup, StandIn, device_for
+from shardkit.nn.data_parallel import PassedGroup, StandIn, device_for
 from shardkit.optimizer_state.forms import (
     Held,
     Source,

@@ -16,6 +16,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import statistics
@@ -34,8 +35,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..backend import get_backend
 from ..errors import ConfigurationError, RankFailedError
-from ..launching import launch
-from ..launching.started import started_rank
+from ..launching import launch, started_rank
 from ..tracing.tables import counted
 from ..types import T
 from ..version import __version_tuple__
@@ -478,10 +478,6 @@ def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
 # ------------------------------------------------------------------ limits and memory
 def _limits() -> dict[str, int]:
     """Returns soft and hard limits; -1: none."""
-    try:
-        import resource
-    except ImportError:
-        return {}
     limits = {}
     for name, number in (("open_files", resource.RLIMIT_NOFILE), ("locked_memory", resource.RLIMIT_MEMLOCK)):
         limits[name], limits[f"{name}_hard"] = resource.getrlimit(number)

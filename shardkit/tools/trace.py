@@ -12,6 +12,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigurationError
 from ..tracing.tables import counted, in_bytes, in_time, plain_table
-from ..tracing.timeline import Activity, RankTime, StepPlace, Trace
+from ..tracing.tracer import Activity, RankTime, StepPlace, Trace
 from ..types import StateDict
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ class Late:
     times: int = 0
 
 
-def _sums() -> dict[str, float]:
-    return defaultdict(float)
-
-
 @dataclass
 class UnitTime:
     """A unit's time in a step, mean over ranks and steps, in microseconds.
@@ -61,9 +58,9 @@ class UnitTime:
         late: of these, time in which another rank had not come yet.
     """
 
-    work: dict[str, float] = field(default_factory=_sums)
-    exposed: dict[str, float] = field(default_factory=_sums)
-    late: dict[str, float] = field(default_factory=_sums)
+    work: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    late: dict[str, float] = field(default_factory=partial(defaultdict, float))
     nbytes: int = 0
 
 
@@ -92,7 +89,7 @@ class Analysis:
     exposed_us: dict[int, float] = field(default_factory=dict)
     waiting_us: dict[int, float] = field(default_factory=dict)
     busy_us: dict[int, float] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=_sums)
+    phases: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
 
 def analyse(trace: Trace) -> Analysis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import Framework, ProcessGroup
 from .ranges import What, listen, now, stop_listening
-from .timeline import WAITING, is_collective, part_path
+from .tracer import WAITING, is_collective, part_path
 
 Number: TypeAlias = float | int | torch.Tensor
 Record: TypeAlias = dict[str, float | int]
@@ -215,14 +216,9 @@ def _mean(values: Sequence[Number]) -> float:
 
 def _peak_memory(device: torch.device) -> int:
     """Returns the most bytes so far, in tensors of a device that counts them, else of the process."""
-    counts = getattr(torch.accelerator, "max_memory_allocated", None)
     accelerator = torch.accelerator.current_accelerator()
-    if counts is not None and accelerator is not None and device.type == accelerator.type:
-        return int(counts(device))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
+    if accelerator is not None and device.type == accelerator.type:
+        return int(torch.accelerator.max_memory_allocated(device))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

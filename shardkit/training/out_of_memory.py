@@ -195,7 +195,7 @@ _TALKATIVE = (
     "shardkit.model_parallel.moe.",
     "shardkit.model_parallel.",
     "shardkit.pipeline.",
-    "shardkit.experimental.nn.sync_batchnorm",
+    "shardkit.experimental.nn.SyncBatchNorm",
 )
 
 
@@ -289,7 +289,9 @@ class SkipOutOfMemory:
                 "ReducePolicy(error_feedback=False)"
             )
         for m in self._modules:
-            if isinstance(m, nn.SyncBatchNorm) or f"{type(m).__module__}.".startswith(_TALKATIVE):
+            if isinstance(m, nn.SyncBatchNorm) or f"{type(m).__module__}.{type(m).__name__}".startswith(
+                _TALKATIVE
+            ):
                 self._refuse_talking(type(m).__name__)
             if state_of(m) is None and (found := name_of_torchs(m)):
                 self._refuse_talking(found)

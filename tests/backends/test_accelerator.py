@@ -15,7 +15,7 @@ import shardkit.backend as registry
 from shardkit.backend import backend_for, backend_of_job
 from shardkit.backends.cuda import CudaBackend
 from shardkit.errors import ConfigurationError
-from shardkit.nn.data_parallel.fully_sharded_data_parallel import device_for
+from shardkit.nn.data_parallel import device_for
 
 
 class _Machine:

@@ -16,9 +16,9 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 # Modules that users import from. ``shardkit.integrations`` import their frameworks, and are named on the page by hand.
 FACES = [
     "shardkit", *(f"shardkit.{name}" for name in (
-        "activations", "checkpoint.tools", "data", "estimate", "evaluation", "extra.gossip", "model_parallel", "moe",
-        "pipeline", "rehearsal", "testing", "torch_fsdp", "torch_fsdp.sharded_grad_scaler", "torch_fsdp.state_dict",
-        "torch_fsdp.wrap", "wrapping",
+        "activations", "checkpoint.tools", "evaluation", "extra.gossip", "model_parallel", "moe", "pipeline", "testing",
+        "tools.estimate", "tools.rehearsal", "torch_fsdp", "torch_fsdp.sharded_grad_scaler", "torch_fsdp.state_dict",
+        "torch_fsdp.wrap", "training.data", "wrapping",
     )),
 ]  # fmt: skip
 # A path of fairscale's has fairscale's names too, which are not repeated on the page.

@@ -9,7 +9,7 @@ import time
 import torch
 
 import shardkit
-from shardkit.launching import stopping
+from shardkit import launching as stopping
 from tests.pools import on_ranks, rank_pool
 
 

@@ -18,7 +18,7 @@ from shardkit.fsdp.state import INNER, OUTER, Options, clean
 from shardkit.fsdp.state_dict import loading_own
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import EachAlone, ShardLayout
-from shardkit.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel, TrainingState
+from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
 from shardkit.reduction.shard_gradients import clip_params
 from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize
 from shardkit.torch_seams.tensors import move_buffers

@@ -46,7 +46,12 @@ Data: TypeAlias = Any
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})
 _GET = frozenset({"BINGET", "LONG_BINGET"})
-_TUPLES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_TUPLES = {
+    "TUPLE": 0,
+    "TUPLE1": 1,
+    "TUPLE2": 2,
+    "TUPLE3": 3,
+}  # of so many elements; 0: of those since the mark
 _MAPPINGS = (dict, OrderedDict, Counter)
 _KEYS = (str, int, float, bool, bytes, type(None))
 _SIZED = (str, bytes, bytearray, list, tuple, dict)
@@ -157,7 +162,8 @@ class PickleMachine:
             elif name in _EMPTY:
                 self._stack.append(_EMPTY[name]())
             elif name in _TUPLES:
-                self._tuple(_TUPLES[name])
+                items = self._last(_TUPLES[name]) if _TUPLES[name] else self._since_mark()
+                self._stack.append(tuple(items))
             elif name == "STOP":
                 return _kept(self._stack.pop())
             elif name not in ("PROTO", "FRAME"):
@@ -221,10 +227,6 @@ class PickleMachine:
         if len(items) < count:
             raise IndexError("more elements than there are")
         return items
-
-    def _tuple(self, count: int | None) -> None:
-        items = tuple(self._since_mark() if count is None else self._last(count))
-        self._stack.append(items)
 
     def _extend(self, items: list[object]) -> None:
         if type(self._stack[-1]) is not list:
@@ -431,10 +433,6 @@ def _bytearray(text: Data = "", encoding: Data = "latin1") -> bytearray:
     return bytearray(text if type(text) is bytes else _encode(text, encoding))
 
 
-def _device(kind: Data, index: Data = None) -> torch.device:
-    return torch.device(kind) if index is None else torch.device(kind, index)
-
-
 # ------------------------------------------------------------ numpy
 def _numpy_dtype(code: Data, align: Data = False, copy: Data = True) -> Data:
     import numpy as np
@@ -509,7 +507,7 @@ def _names_of_all() -> StateDict:
     found["torch._tensor._rebuild_from_type_v2"] = Function(_from_type)
     found["torch.serialization._get_layout"] = Function(_layout)
     found["torch.Size"] = Function(lambda values=(): torch.Size(natural(values)))
-    found["torch.device"] = Function(_device)
+    found["torch.device"] = Function(lambda *place: torch.device(*place))
     found["torch.Tensor"] = _Class("Tensor")
     found["torch.nn.parameter.Parameter"] = _Class("Parameter")
     for name, dtype in STORAGES.items():

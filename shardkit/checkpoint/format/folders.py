@@ -8,6 +8,7 @@ way first. So ``step-00000017`` is complete whenever it is there, whatever was k
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -20,12 +21,7 @@ from typing import NamedTuple
 
 from ...errors import ConfigurationError
 from ..files.writing import is_alive, sync, take_name_of_folder
-from .manifest import NAME, read_manifest
-
-try:
-    import fcntl
-except ImportError:  # Windows: no one is told that a checkpoint is being read
-    fcntl = None  # type: ignore[assignment]
+from .contents import NAME, read_manifest
 
 logger = logging.getLogger("shardkit")
 
@@ -121,9 +117,6 @@ def keep_newest(folder: str, count: int | None, new: int) -> None:
 @contextlib.contextmanager
 def being_read(path: str) -> Iterator[None]:
     """Keeps saves from removing this checkpoint, inside."""
-    if fcntl is None:
-        yield
-        return
     with open(os.path.join(path, NAME), "rb") as file:
         with contextlib.suppress(OSError):  # file systems without locks
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -132,9 +125,6 @@ def being_read(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_removal(path: str) -> Iterator[bool]:
-    if fcntl is None:
-        yield True
-        return
     with contextlib.ExitStack() as opened:
         try:
             file = opened.enter_context(open(os.path.join(path, NAME), "rb"))

@@ -24,14 +24,35 @@ from ...torch_seams.tensors import differing
 from ...types import StateDict, Tree
 from ..files.loading import View
 from ..format import folders
+from ..format.contents import (
+    METADATA,
+    Chunk,
+    DamagedItem,
+    Manifest,
+    Record,
+    damages,
+    dotted,
+    read_manifest,
+    read_metadata,
+    refuse_damage,
+)
+from ..format.contents import NAME as MANIFEST
 from ..format.folders import latest
-from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import DamagedItem, Manifest, damages, read_manifest, refuse_damage
-from ..format.metadata import METADATA, Chunk, Record, dotted, read_metadata
-from ..rank_states import equal
+from ..trained import equal
 from . import hugging_face, rank_files
-from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, leaves, mapped, without_layer
-from .torch_files import Contents, held, read_torch_file
+from .stored import (
+    Checkpoint,
+    Contents,
+    FilePlace,
+    StoredPart,
+    StoredTensor,
+    find_model,
+    held,
+    leaves,
+    mapped,
+    read_torch_file,
+    without_layer,
+)
 
 
 def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:
@@ -390,11 +411,9 @@ def _not_listed(folder: str, manifest: Manifest) -> Iterator[DamagedItem]:
     if METADATA not in manifest.files:
         yield DamagedItem(MANIFEST, None, f"doesn't name {METADATA}")
         return
-    known = {
-        (name, item.name, item.offset, item.length) for name, f in manifest.files.items() for item in f.items
-    }
+    known = {Record(file, i.offset, i.length, i.name) for file, f in manifest.files.items() for i in f.items}
     for record in read_metadata(folder).records():
-        if (record.file, record.name, record.offset, record.length) not in known:
+        if record not in known:
             yield DamagedItem(
                 record.file, record.name, f"is in {METADATA}, and {MANIFEST} has no checksum of it"
             )

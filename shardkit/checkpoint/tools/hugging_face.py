@@ -15,8 +15,7 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import FilePlace, StoredPart, StoredTensor, without_ties
-from .torch_files import read_torch_file
+from .stored import FilePlace, StoredPart, StoredTensor, read_torch_file, without_ties
 
 INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"

@@ -847,15 +847,10 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
 
     Args:
         nprocs_per_node: how many ranks, next to each other, make a node.
-        broadcast_buffers: take rank 0's buffers after training forwards.
-        slowmo_base_algorithm: LOCALSGD or SGP.
-        slowmo_momentum, slowmo_lr: β and α; with 0 and 1 there is no slow momentum.
-        slowmo_memory_efficient: its state is sharded over ranks, and its step averages all of them.
-        slowmo_frequency: steps from one slow momentum step to the next.
-        slowmo_num_shards: over how many ranks at most the state is sharded.
-        localsgd_frequency: steps from one average to the next.
-        graph, mixing: (SGP) with whom to gossip, and how much; default: each step one peer, 1, 2, 4, ... nodes ahead.
-        push_sum: (SGP) PushSum or PushPull, which are the same here.
+        broadcast_buffers, slowmo_base_algorithm, localsgd_frequency: as there.
+        slowmo_momentum, slowmo_lr, slowmo_frequency: as of :class:`SlowMomentumOptions`.
+        slowmo_memory_efficient: its state is sharded over ranks, at most ``slowmo_num_shards``.
+        graph, mixing, push_sum: (SGP) as of :class:`GossipOptions`.
         slowmo_sgp_average_params: (SGP) average all nodes before slow momentum.
         overlap, synch_freq, use_streams: refused or ignored; gossip does not overlap (neither does fairscale's).
         verbose: log at level DEBUG.
