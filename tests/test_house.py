@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_689  # of all source; to be lowered with each release
+LINES = 64_356  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_202,
-    "compat": 9_477,
-    "shardkit": 2_373,  # the files right there
-    "shardkit/checkpoint": 6_692,
+    "compat": 9_349,
+    "shardkit": 2_366,  # the files right there
+    "shardkit/checkpoint": 6_610,
     "shardkit/flattening": 836,
     "shardkit/fsdp": 11_401,
     "shardkit/integrations": 512,
-    "shardkit/launching": 560,
+    "shardkit/launching": 534,
     "shardkit/model_parallel": 1_494,
     "shardkit/optimizer_state": 1_294,
     "shardkit/optimizers": 552,
     "shardkit/oss": 3_019,
     "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_587,
+    "shardkit/tools": 7_514,
     "shardkit/torch_seams": 1_270,
-    "shardkit/tracing": 1_568,
-    "shardkit/training": 4_793,
+    "shardkit/tracing": 1_549,
+    "shardkit/training": 4_795,
     "shardkit/wrapping": 1_014,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

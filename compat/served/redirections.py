@@ -37,8 +37,7 @@ REDIRECTED = [
         "one given",
     ),
     Redirection(
-        "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder "
-        "create_and_record_event()",
+        "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder create_and_record_event()",
         "torch.profiler.profile",
         "it times phases on any device, without extra code",
     ),

@@ -11,9 +11,8 @@ from __future__ import annotations
 _BEFORE = {
     "experimental.nn.data_parallel.gossip":
     "experimental.nn.data_parallel.gossip.distributed experimental.nn.data_parallel.gossip.gossiper "
-    "experimental.nn.data_parallel.gossip.graph_manager "
-    "experimental.nn.data_parallel.gossip.mixing_manager extra.gossip",
-    "experimental.nn.data_parallel.gossip.utils": "experimental.nn.data_parallel.gossip.utils.helpers",
+    "experimental.nn.data_parallel.gossip.graph_manager experimental.nn.data_parallel.gossip.mixing_manager "
+    "experimental.nn.data_parallel.gossip.utils experimental.nn.data_parallel.gossip.utils.helpers extra.gossip",
     "experimental.nn":
     "experimental.nn.auto_shard experimental.nn.mevo experimental.nn.offload experimental.nn.sync_batchnorm "
     "extra.auto_shard extra.offload extra.vocab_output",
@@ -58,11 +57,9 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
     "experimental.nn.data_parallel.gossip: NPeerDynamicDirectedExponentialGraph as NPDDEGraph; "
-    "experimental.nn.data_parallel.gossip.utils: EventRecorder, communicate, create_event_recorder, "
-    "create_process_group, group_by_dtype, make_logger; "
-    "experimental.nn.data_parallel.gossip.utils.cuda_metering: CudaEventRecorder",
-    "experimental.nn.data_parallel.gossip.utils.cuda_metering":
-    "experimental.nn.data_parallel.gossip.utils: DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, "
+    "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder",
+    "experimental.nn.data_parallel.gossip.cuda_metering":
+    "experimental.nn.data_parallel.gossip: DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, "
     "create_event_recorder, deque_with_max_len_fixed",
     "experimental.nn.distributed_pipeline":
     "experimental.nn.distributed_pipeline.graph: PipelineModulesGraph; "
