@@ -71,14 +71,13 @@ from .originals import (
     unregister,
 )
 from .own_forms import ExtendedParameter, no_values
-from .store import FULL, KEPT, RELEASED, SUMMONED, Store, store_for
+from .store import FULL, KEPT, RELEASED, SUMMONED, Store, set_versions, store_for
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _AS_IT_IS, _name_of = ReducePolicy(), attrgetter("name")
-_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
@@ -799,6 +798,9 @@ class FlatParam:
         self.kept_at: tuple[int, int] | None = None
         self.host: torch.Tensor | None = None
         self._note_listings()
+        away = self.store.away if "store" in self.__dict__ else None
+        if away is not None:  # another store may serve them
+            set_versions(*away)
         self.store = store_for(self, before)
         self.store.users = 0
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
@@ -878,8 +880,11 @@ class FlatParam:
         self.kept_at = self.host = None
         if self.held_at is not None:
             self.held_at = None
-            params = tuple(m.param for m in self.originals)
-            _set_versions(params, tuple(p._version + 1 for p in params))
+            if self.store.away is not None:
+                self.store.away[1][:] = [version + 1 for version in self.store.away[1]]
+            else:
+                params = tuple(m.param for m in self.originals)
+                set_versions(params, tuple(p._version + 1 for p in params))
 
     # ------------------------------------------------------------ full precision
     @contextmanager
@@ -900,7 +905,7 @@ class FlatParam:
         for p in params:
             p.grad = None
         self.store.show(full)
-        _set_versions(params, tuple(v + 1 for v in versions))
+        set_versions(params, tuple(v + 1 for v in versions))
         try:
             yield
         finally:
@@ -908,8 +913,8 @@ class FlatParam:
                 self.store.keep(full)
             for k, p in enumerate(params):
                 versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
+            set_versions(params, tuple(versions))
             self.adopt()
-            _set_versions(params, tuple(versions))
             with as_tensors():
                 for m, g in zip(self.originals, gradients, strict=True):
                     if g is not None:

@@ -42,7 +42,7 @@ from ..torch_seams.dtensors import (
     like_dtensor,
     without_data,
 )
-from ..torch_seams.hooks import callers
+from ..torch_seams.hooks import NO_BACKWARD, callers, current_backward
 from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 
@@ -137,6 +137,12 @@ class ReleasedParameter(GatheredParameter):
             param = next(t for t in tensors if isinstance(t, ReleasedParameter | ReleasedView))
             if what in ("__repr__", "__format__"):
                 return _described(param)
+            if isinstance(func, torch._ops.OpOverload) and current_backward() != NO_BACKWARD:
+                owner = owner_of(
+                    param
+                )  # an operation of autograd's, which a dispatch mode has made known to this class
+                if owner is not None and owner.flat.store.state.name == "LOCKED":
+                    return func(*args, **kwargs)
             raise LifecycleError(_refusal(param, resolve_name(func) or what))
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:

@@ -318,7 +318,7 @@ class Extended(Store):
         self._reveal()
 
     def _give_back(self, until_backward: bool = False) -> None:
-        self._conceal()
+        self._conceal(True)
         for original in self._extended:
             for tensor in original.memory:
                 self._backend.release_storage(tensor)

@@ -21,6 +21,11 @@ where a module of the unit keeps one, it changes its class with the original par
 tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
 attributes of the unit's modules are looked through.
 
+[Note: given back] What autograd saved of an original parameter has its memory again when backward enters the unit by
+what forward returned or a module kept. By what left otherwise (in a generator, a closure, a global list), it would come
+to no memory, and the process to its end. Autograd compares versions of what it saved: so original parameters without
+memory have one that they never had (:data:`GIVEN_BACK`), and theirs again with their values.
+
 [Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
 of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
 gathered into exists from the all-gather to the copy. Other layouts need no copy: they are gathered in their places.
@@ -62,8 +67,8 @@ from torch.utils.weak import TensorWeakRef
 from ..backend import DONE, Backend, Copy, Group, Work
 from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
-from ..torch_seams.dtensors import local_of
-from ..torch_seams.hooks import NO_BACKWARD, current_backward
+from ..torch_seams.dtensors import is_dtensor, local_of
+from ..torch_seams.hooks import GIVEN_BACK, NO_BACKWARD, current_backward
 from ..types import Tree
 from .originals import (
     OriginalParameter,
@@ -197,7 +202,9 @@ def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     return made
 
 
-_version_of = attrgetter("param._version")
+_param_of, _version_of, _local_of = map(attrgetter, ("param", "param._version", "param._local_tensor"))
+_own_version = attrgetter("_version")
+set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class Store(ABC):
@@ -215,6 +222,7 @@ class Store(ABC):
         joins: equal where shards can travel as one message; None where they travel alone.
         copied: version, memory and some numbers of the shard that the device has a copy of, on the host.
         landing: brings gradients to a shard on the host beside what is computed, where something does.
+        away: tensors without memory, and the versions that they have with it; see [Note: given back].
     """
 
     keeps_shapes = True
@@ -222,6 +230,7 @@ class Store(ABC):
     joins: object = None
     copied: tuple[object, ...] | None = None
     landing: Landing | None = None
+    away: tuple[list[torch.Tensor], list[int]] | None = None
 
     def __init__(self, flat: FlatParam) -> None:
         self._flat = flat
@@ -233,6 +242,8 @@ class Store(ABC):
         self._over = flat.gathers_over or self._channel
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
+        self._last: list[int] = []  # when they had them last
+        self._split = [original for original in flat.originals if is_dtensor(original.param)]
         # what a program was given as their data, and None where it has set them
         self._seen: list[tuple[int, torch.Tensor | None]] = []
         self.is_whole = flat.is_whole
@@ -349,24 +360,31 @@ class Store(ABC):
 
     def _reveal(self) -> None:
         """Makes them parameters like any other."""
+        if self.away is not None:
+            set_versions(*self.away)
+            self.away = None
         for original in self._originals:
             original.param.__class__ = original.kind
         if self._flat.lists_dtensors:
             self._be_attributes(True)
         try:
-            self._versions = list(map(_version_of, self._originals))
+            self._versions = self._last = list(map(_version_of, self._originals))
         except RuntimeError:  # of inference tensors
-            self._versions = []
+            self._versions = self._last = []
 
-    def _conceal(self) -> None:
+    def _conceal(self, is_gone: bool = False) -> None:
         """Takes their values from them (see ``originals.py``); notes which of them were written to meanwhile."""
         before = self._versions
         if before:
-            now = list(map(_version_of, self._originals))
+            now = self._last = list(map(_version_of, self._originals))
             if self._seen:
                 self._count_data(now)
             self._flat.written = [k for k, v in enumerate(now) if v != before[k]] if now != before else []
             self._versions = []
+        if is_gone and self._last and self.away is None:  # else they are memory for backward still
+            tensors = [*map(_param_of, self._originals), *map(_local_of, self._split)]
+            self.away = tensors, self._last + list(map(_own_version, tensors[len(self._last) :]))
+            set_versions(tensors, [GIVEN_BACK] * len(tensors))
         for original in self._originals:
             original.param.__class__ = original.released
         if self._flat.lists_dtensors:
@@ -557,7 +575,7 @@ class Stored(Store):
             self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self._conceal()
+        self._conceal(True)
         self._backend.release_storage(self._full)
         self.state = RELEASED if self._kept is None else KEPT
 
@@ -671,7 +689,7 @@ class Stored(Store):
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)
         self._kept_views.conceal(self._flat.modules)
-        self._conceal()
+        self._conceal(True)
         self._backend.release_storage(self._full)
         self.state = RELEASED if self._kept is None else KEPT
 
@@ -933,7 +951,7 @@ class Whole(Store):
         if not self._backend.has_storage or self._flat.param.data.data_ptr() != self._pointer:
             self.show(self.gathered)  # somebody put another tensor in
 
-    def _conceal(self) -> None:
+    def _conceal(self, is_gone: bool = False) -> None:
         """Guards gradients alone: what is read of values is true, and what is written to them is kept."""
         for original in self._originals:
             original.param.__class__ = original.of_shard

@@ -725,6 +725,13 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
+        params = [p for optimizer in self._optimizers for p in optimizer._all] if self.state.unreduced else []
+        if self.group.world_size > 1 and any(p.grad is not None for p in params):
+            raise LifecycleError(
+                f"rank {self.group.rank}: step() or clip_grad_norm() comes after a backward inside of no_sync(), and "
+                "would take each owner's gradients for the mean over ranks. Run the last backward before a step "
+                "outside of no_sync(), or call reduce() of the wrapped model"
+            )
         if self.rounds is not None:
             self.rounds.check_step()
         if not self.state.accumulating:

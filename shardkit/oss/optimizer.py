@@ -30,7 +30,7 @@ from ..checks import (
     refuse_lazy,
     shape_fact,
 )
-from ..errors import ConfigurationError, ShardkitError
+from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.kinds import check_same_state, check_state, to_cpu
 from ..optimizer_state.marking import current_request, is_called_by
@@ -166,6 +166,13 @@ class OSS(Optimizer):
         check_same_everywhere(self._group, group_facts(made, 0, self._of_rank), _WHAT)
         self._built = True
         self._adopt_inner()
+
+    def __getstate__(self) -> StateDict:
+        """Refuses to be copied or pickled: torch would leave out all but options and this rank's state."""
+        raise LifecycleError(
+            f"rank {self.rank}: an OSS is connected to other ranks, and can't be copied or pickled. Make another one "
+            "over the parameters of the copied model, and load this one's state_dict(all_ranks=True) into it"
+        )
 
     # ---------------------------------------------------------------- facts
     @property

@@ -42,6 +42,7 @@ from ..types import AnyCallable, Tree
 
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 NO_BACKWARD = -1
+GIVEN_BACK = 2**31  # version of parameters whose memory has been given back: no count of writes gets there
 DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
 # Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -305,13 +306,24 @@ _asked_checks: list[AskedCheck] = []
 @callees_compiled
 @functools.wraps(_run_backward)
 def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
-    if len(args) < 4 or not args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
-        return _run_backward(t_outputs, *args, **kwargs)
-    with contextlib.ExitStack() as around:
-        for check in _asked_checks:
-            tensors = [asked for asked in args[3] if isinstance(asked, torch.Tensor)]  # no edges of the graph
-            around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
-        return _run_backward(t_outputs, *args, **kwargs)
+    try:
+        if len(args) < 4 or not args[3]:  # behind the gradients of the outputs, retain_graph and create_graph
+            return _run_backward(t_outputs, *args, **kwargs)
+        with contextlib.ExitStack() as around:
+            for check in _asked_checks:
+                tensors = [
+                    asked for asked in args[3] if isinstance(asked, torch.Tensor)
+                ]  # no edges of the graph
+                around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
+            return _run_backward(t_outputs, *args, **kwargs)
+    except RuntimeError as error:
+        if f"is at version {GIVEN_BACK}" not in str(error):
+            raise
+        raise LifecycleError(
+            "backward came to parameters that are sharded and not gathered now, by a tensor that left its FSDP module "
+            "in a generator, a closure or a list of the program's: nothing says there that backward comes. Return it "
+            "from the module's forward, or keep it as an attribute of the module"
+        ) from error
 
 
 def check_asked_gradients(check: AskedCheck) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
@@ -169,7 +171,7 @@ class Smooth(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.Softplus(), nn.Linear(5, 5), nn.Tanh()
+            nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Tanh()
         )
         self.append(nn.Linear(5, 1))
         self[2].bias.requires_grad_(False)
@@ -211,15 +213,22 @@ def _not_gone_through(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> tor
 
 def _sharded(by: Callable[..., Any], **options: Any) -> nn.Module:
     model = build(Smooth)
-    for k in (2, 4):
+    for k in (2, 3, 4):
         model[k] = by(model[k], **options)
     sharded: nn.Module = by(model, **options)
     return sharded
 
 
+class Watching(TorchDispatchMode):
+    """Sees operations, as counters and profilers do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 @on_ranks(*[(ranks, "simulated") for ranks in (1, 2, 3)])
 def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
-    for by in (FSDP, fully_shard):
+    for by, watching in itertools.product((FSDP, fully_shard), (contextlib.nullcontext, Watching)):
         for loss in (_penalty, _forces, _third, _not_gone_through):
             models = build(Smooth), _sharded(by, reshard=ReshardPolicy(root=True))
             optimizers = [
@@ -230,7 +239,8 @@ def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
                     optimizer.zero_grad()
                 for r in range(world_size):
                     (loss(models[0], _batch(r, step), _batch(r, step + 1)) / world_size).backward()
-                loss(models[1], _batch(rank, step), _batch(rank, step + 1)).backward()
+                with watching():
+                    loss(models[1], _batch(rank, step), _batch(rank, step + 1)).backward()
                 for optimizer in optimizers:
                     optimizer.step()
             torch.testing.assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()))

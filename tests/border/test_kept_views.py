@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, ReshardPolicy
+from shardkit import FSDP, ReshardPolicy, fully_shard
 from shardkit.errors import LifecycleError
 from tests.border.strategies import Net, wrap
 from tests.fsdp_models import batch, build
@@ -146,6 +146,62 @@ def test_units_that_stay_gathered_without_a_backward(rank: int, world_size: int)
                             use()
                 for use in (lambda m: m(batch(7, 1)[0]), lambda m: m.linear(batch(7, 1)[0])):
                     torch.testing.assert_close(use(model), use(plain), rtol=0, atol=1e-6)
+
+
+# ------------ A tensor with a graph leaves a module, which nothing says.
+class Leaving(nn.Module):
+    """Gives on its input, and leaves what it has computed outside."""
+
+    def __init__(self, leave: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 300), nn.Linear(300, WIDTH)
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.leave(self.down(torch.tanh(self.up(x))))
+        return x.detach()
+
+
+LEAVING: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "list": (lambda h: h, lambda left: left),
+    "generator": (lambda h: (t for t in [h]), next),
+    "closure": (lambda h: lambda: h, lambda left: left()),
+}
+
+
+@pytest.mark.parametrize("how", LEAVING)
+@pytest.mark.parametrize("door", ["fsdp", "unflattened", "rows", "dtensors"])
+@on_ranks(2, 3)
+def test_a_tensor_that_leaves_otherwise(rank: int, world_size: int, door: str, how: str) -> None:
+    """Backward through it alone is refused by name; steps before and after are those of one process."""
+    leave, take = LEAVING[how]
+    left: list[Any] = []
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        leaving = Leaving(lambda h: left.append(leave(h)))
+        return nn.Sequential(leaving, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    truth, model = make(), make()
+    if door in ("rows", "dtensors"):
+        for unit in (*model, model):
+            fully_shard(unit, dtensors=door == "dtensors")
+    else:
+        model = FSDP(nn.Sequential(*map(FSDP, model)), flatten=door == "fsdp")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (truth, model)]
+    for step in range(3):
+        for m in (truth, model):
+            for r in range(world_size) if m is truth else [rank]:
+                x = batch(step, world_size)[r].requires_grad_(step == 1)
+                (m(x).sum() / (world_size if m is truth else 1)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(LifecycleError, match="left its FSDP module in a generator, a closure or a list"):
+            take(left.pop()).sum().backward()
+        left.clear()
+    x = batch(7, world_size)[rank]
+    torch.testing.assert_close(model(x), truth(x))
 
 
 # ------------ A parameter that is not gathered tells what it is, and says so by name if somebody needs its values.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import pickle
 import warnings
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit.errors import OutOfStepError, RankMismatchError
+from shardkit.errors import LifecycleError, OutOfStepError, RankMismatchError
 from shardkit.optim.oss import OSS
 from tests.beside import assert_same, batch
 from tests.pools import on_ranks, rank_pool, run_once
@@ -152,6 +153,22 @@ def _own_arguments(rank: int, world_size: int) -> None:
 def test_fairscale_arguments_of_each_rank(world: tuple[int, str]) -> None:
     rank_pool(*world).run(_own_arguments, world[0])
     rank_pool(*world).run(_own_options, world[0])
+
+
+@on_ranks(2, 3)
+def test_a_copy_of_the_optimizer(rank: int, world_size: int) -> None:
+    """Refused by name, and what to do in place of it is right."""
+    models = [mlp(), mlp()]
+    optimizers: list[Any] = [OSS(models[0].parameters(), torch.optim.Adam, lr=0.1), None]
+    step_both((mlp(), torch.optim.SGD(mlp().parameters())), (models[0], optimizers[0]), world_size, 0)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(LifecycleError, match=f"rank {rank}: an OSS is connected to other ranks"):
+            copied(optimizers[0])
+    models[1] = copy.deepcopy(models[0])
+    optimizers[1] = OSS(models[1].parameters(), torch.optim.Adam, lr=0.1)
+    optimizers[1].load_state_dict(optimizers[0].state_dict(all_ranks=True))
+    step_both((models[0], optimizers[0]), (models[1], optimizers[1]), world_size, 1)
+    assert_same(*models)
 
 
 @on_ranks(2)

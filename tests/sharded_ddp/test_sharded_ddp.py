@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.errors import OutOfStepError
+from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.nn.data_parallel import ShardedDataParallel
 from tests.beside import SGD, assert_same, batch, mean_square, steps_beside
 from tests.fsdp_models import build
@@ -45,6 +45,30 @@ def test_reduce_by_hand(rank: int, world_size: int) -> None:
         oss.step()
         optimizer.step()
         assert_same(model, plain, f"rank {rank}, step {step}")
+
+
+@on_ranks(1, 2, 3)
+def test_a_step_of_what_nobody_has_reduced(rank: int, world_size: int) -> None:
+    """Refused on all ranks, in a clip too; nothing of it is left. Alone it is right."""
+    plain, inner = build(mlp), build(mlp)
+    optimizers = [shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1), SGD(plain.parameters())]
+    model = ShardedDataParallel(inner, optimizers[0])
+    for to_none in (True, False):
+        with model.no_sync():
+            mean_square(model, rank, 0).backward()
+        if world_size > 1:
+            for call in (optimizers[0].step, lambda: optimizers[0].clip_grad_norm(0.1)):  # type: ignore[attr-defined]
+                with pytest.raises(LifecycleError, match=rf"rank {rank}: .* inside of no_sync\(\)"):
+                    call()
+        model.zero_grad(to_none)
+        steps_beside(rank, world_size, model, plain, mean_square, optimizers)
+        assert_same(model, plain)
+    if world_size == 1:
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            with model.no_sync():
+                mean_square(m, rank, 0).backward()
+            optimizer.step()
+        assert_same(model, plain)
 
 
 @pytest.mark.parametrize("outside", [True, False])
