@@ -48,21 +48,19 @@ from .flat_param import FlatParam
 from .gradients import OWN
 from .optimizer_check import first_steps, notice_scaling, step_locally, watch_steps
 from .originals import (
+    COPIED,
     ORDER,
     AnnotatedParameter,
     OriginalParameter,
     Place,
     SplitParameter,
-    are_copied,
     copy_when_summoned,
     hidden,
     hide,
     known_originals,
     managing,
-    note_copying,
     refuse_split,
     register,
-    take_out,
 )
 from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
@@ -726,7 +724,14 @@ def _listed(
         lister.flat_param_names.append(places[0].name)
         lister.register_parameter(places[0].name, param)
         shard = param
-        take_out(originals)
+        for original in originals:  # attributes of their modules from now on, and in no registry
+            for place in original.places:
+                module, name = place
+                if name not in module.__dict__.get(ORDER, ()):
+                    hide(place, original.param)
+                else:
+                    module._parameters.pop(name, None)
+                    module.__dict__[name] = original.param
     elif not state.group.backend.has_storage:  # one parameter, [S] or of one rank whole, where it was
         (original,) = originals
         values = shard.view(original.shape) if state.group.world_size == 1 else shard
@@ -998,12 +1003,13 @@ def check_copied(state: ShardingState, memo: Memo) -> None:
         LifecycleError: inside of ``summon_full_params``.
     """
     wake(state)
-    if are_copied(state.unit.needs, memo):
-        return
+    if state.unit.needs and memo.get(COPIED, set()).issuperset(map(id, state.unit.needs)):
+        return  # something around it is being copied
     states = state.states()
     if any(s.summoned is not None for s in states):
         raise copy_when_summoned(state.group.rank)
-    note_copying([f for s in states for f in s.unit.needs], memo)
+    # parameters may be copied without values: these are copied too, and fill the copies
+    memo.setdefault(COPIED, set()).update(id(f) for s in states for f in s.unit.needs)
 
 
 def check_pickled(state: ShardingState) -> None:

@@ -83,7 +83,6 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -97,7 +96,6 @@ from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
     BackwardState,
-    callers,
     current_backward,
     frame_of_backward,
     in_compiled_autograd,
@@ -176,12 +174,6 @@ def check_forward(unit: Unit) -> None:
                 "torch.func.grad (vjp, jvp, jacrev, hessian, ...)",
                 "torch.autograd.grad with respect to inputs",
             )
-
-
-def is_listed_for_export(export: ModuleType) -> bool:
-    """Whether torch.export, strict or not, is about to list what a model has."""
-    code = getattr(getattr(export, "_get_original_state_dict", None), "__code__", None)
-    return any(frame.f_code is code for frame in list(callers()))
 
 
 def check_backward(unit: Unit) -> None:
@@ -593,7 +585,7 @@ class Engine:
         self._next_gather = 0
         self._next_reduction = 0
         self._in_flight: list[Unit | SmallUnits] = []
-        self._deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
+        self.deferred: list[Unit] = []  # complete, as far as re-entrant checkpoints inside of them let know
         self._kept: list[FlatParam] = []  # gathered until backward ends
         self._creates_graph = False
         self._held: list[FlatParam] = []  # gathered for the graphs of gradients
@@ -853,7 +845,7 @@ class Engine:
         self._at_end = not sends_last or (not self._is_planned and self.needs_one_order)
         self._passed = -1
         self._next_gather = self._next_reduction = 0
-        self._deferred = []
+        self.deferred = []
         for unit in self.units:
             if unit.keeps_local:
                 unit.forget_if_cleared()
@@ -877,7 +869,7 @@ class Engine:
             for flat in unit.flats:
                 if graph.versions.get(flat, -1) not in (-1, sum(map(_version_of, flat.versioned))):
                     raise changed_since_forward(flat)
-        if self._deferred:
+        if self.deferred:
             self._complete_deferred(unit)
         unit.task = current_backward()
         while self._passed < unit.position:
@@ -976,16 +968,12 @@ class Engine:
                 self._send(ready)
             self._next_reduction += 1
 
-    def defer(self, unit: Unit) -> None:
-        """Notes that all gradients are there, and that more may come while backward is inside of the unit."""
-        self._deferred.append(unit)
-
     def _complete_deferred(self, entered: Unit) -> None:
         """Completes units that backward has left, as it enters one that is no part of them."""
-        deferred, self._deferred = self._deferred, []
+        deferred, self.deferred = self.deferred, []
         for unit in deferred:
             if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
-                self._deferred.append(unit)
+                self.deferred.append(unit)
             else:
                 self.complete(unit)
 

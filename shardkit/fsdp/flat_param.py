@@ -798,9 +798,8 @@ class FlatParam:
         self.kept_at: tuple[int, int] | None = None
         self.host: torch.Tensor | None = None
         self._note_listings()
-        away = self.store.away if "store" in self.__dict__ else None
-        if away is not None:  # another store may serve them
-            set_versions(*away)
+        if "store" in self.__dict__ and self.store.away is not None:  # another store may serve them
+            set_versions(*self.store.away)
         self.store = store_for(self, before)
         self.store.users = 0
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type

@@ -65,7 +65,15 @@ from .engine import (
     this_thread,
     transform_level,
 )
-from .originals import GatheredParameter, Place, backward_when_summoned, get_data, hide, replaced_original
+from .originals import (
+    FUNCTIONAL,
+    GatheredParameter,
+    Place,
+    backward_when_summoned,
+    get_data,
+    hide,
+    name_of_original,
+)
 from .state import ShardingState, clean, named_units
 from .unit import UnitCall
 
@@ -292,7 +300,11 @@ def enter(
                         found is not None or module.__dict__.get(name) is not original.param
                     ):
                         if found is not original.param:
-                            raise replaced_original(original.param, flat.group.rank)
+                            raise LifecycleError(
+                                f"rank {flat.group.rank}: parameter {name_of_original(original.param)!r} of an FSDP "
+                                "module is replaced by another tensor, which forward would ignore (functional_call "
+                                f"does this). {FUNCTIONAL}"
+                            )
                         # it was put back, see [Note: registrations]
                         hide(Place(module, name), original.param)
     in_backward = current_backward() != NO_BACKWARD

@@ -143,12 +143,12 @@ class ReleasedParameter(GatheredParameter):
                 )  # an operation of autograd's, which a dispatch mode has made known to this class
                 if owner is not None and owner.flat.store.state.name == "LOCKED":
                     return func(*args, **kwargs)
-            raise LifecycleError(_refusal(param, resolve_name(func) or what))
+            raise LifecycleError(refusal_of(param, resolve_name(func) or what))
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         owner = owner_of(self)
-        if owner is not None and id(owner.flat) not in memo.get(_COPIED, ()):
-            raise LifecycleError(_refusal(self, "a copy"))
+        if owner is not None and id(owner.flat) not in memo.get(COPIED, ()):
+            raise LifecycleError(refusal_of(self, "a copy"))
         if id(self) not in memo:
             memo[id(self)] = _without_owner(self.dtype, self.requires_grad, _name(self))
             memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
@@ -344,18 +344,6 @@ def hide(place: Place, param: nn.Parameter) -> None:
     place.module.__dict__[place.name] = param
 
 
-def take_out(originals: Sequence[OriginalParameter]) -> None:
-    """Leaves these attributes of their modules that are not registered."""
-    for original in originals:
-        for place in original.places:
-            module, name = place
-            if name not in module.__dict__.get(ORDER, ()):
-                hide(place, original.param)
-            else:
-                module._parameters.pop(name, None)
-                module.__dict__[name] = original.param
-
-
 def show(place: Place, param: nn.Parameter) -> None:
     """Registers the parameter in its module again."""
     place.module.__dict__.pop(place.name, None)
@@ -430,9 +418,9 @@ class Owner(NamedTuple):
 # with the flat parameter.
 known_originals: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[FlatParam], int]] = {}
 # owners of views of original parameters that a program keeps
-_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
+kept_views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _names_of_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
+COPIED: Any = "flat parameters that are being copied"  # beside the ids in the memo of a deepcopy
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:
@@ -460,21 +448,6 @@ def note_originals(flat: FlatParam) -> None:
     owner = weakref.ref(flat, forget)
     for number, original in enumerate(flat.originals):
         known_originals[keys[number]] = weakref.ref(original.param), owner, number
-
-
-def note_view(tensor: torch.Tensor, param: nn.Parameter) -> None:
-    """Notes that this tensor, which is about to become released, is a view of that original parameter."""
-    _views[tensor] = known_originals[id(param)][1:]
-
-
-def note_copying(flats: Sequence[FlatParam], memo: Memo) -> None:
-    """Lets parameters of these be copied without values: the flat parameters are copied too, and fill the copies."""
-    memo.setdefault(_COPIED, set()).update(id(f) for f in flats)
-
-
-def are_copied(flats: Sequence[FlatParam], memo: Memo) -> bool:
-    """Whether they belong to something around them that is being copied."""
-    return bool(flats) and memo.get(_COPIED, set()).issuperset(id(f) for f in flats)
 
 
 def name_of_original(param: nn.Parameter) -> str | None:
@@ -506,8 +479,8 @@ def _described(param: ReleasedParameter | ReleasedView) -> str:
     return f"<parameter {_name(param)!r} of shape {shape}, {param.dtype}, sharded: it has no values here now>"
 
 
-def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
-    of_view = _views.get(param)
+def refusal_of(param: ReleasedParameter | ReleasedView, what: str) -> str:
+    of_view = kept_views.get(param)
     flat = None if of_view is None else of_view[0]()
     if flat is not None:
         group, name = flat.group, _name_in(Owner(flat, of_view[1]))
@@ -534,12 +507,6 @@ def _refusal(param: ReleasedParameter | ReleasedView, what: str) -> str:
         "`with shardkit.sharding_of(module).summon_full_params():`). A module that reads weights of other modules has "
         "to be wrapped together with them"
     )
-
-
-def refuse_copy(param: ReleasedParameter, what: str) -> None:
-    """Raises for a parameter that was copied, or came from a file, without the flat parameter that has its values."""
-    if owner_of(param) is None:
-        raise LifecycleError(_refusal(param, what))
 
 
 def _refuse_gradient(param: torch.Tensor) -> None:
@@ -586,15 +553,7 @@ _BY_NAMES_OF_MODULES = {
 }
 
 
-def replaced_original(param: nn.Parameter, rank: int) -> LifecycleError:
-    """Returns the error where somebody put a tensor in the place of a parameter that is in a flat parameter."""
-    return LifecycleError(
-        f"rank {rank}: parameter {name_of_original(param)!r} of an FSDP module is replaced by another tensor, which "
-        "forward would ignore (functional_call does this). " + _FUNCTIONAL
-    )
-
-
-_FUNCTIONAL = (
+FUNCTIONAL = (
     "Change parameters inside of summon_full_params(), and call functional_call there on a module that has no FSDP "
     "modules below; or call it on a module that is not wrapped and has loaded this one's state_dict()"
 )
@@ -604,7 +563,7 @@ def put_into_wrapper(name: str) -> LifecycleError:
     """Returns the error where a parameter or buffer gets the name of what the wrapped module has."""
     return LifecycleError(
         f"{name!r} is a parameter or buffer of the module that FSDP wraps and can't be replaced through the wrapper "
-        "(functional_call does this). " + _FUNCTIONAL
+        "(functional_call does this). " + FUNCTIONAL
     )
 
 

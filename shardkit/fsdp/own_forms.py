@@ -428,8 +428,7 @@ class ExtendedParameter(OriginalParameter):
     def _made(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **into: torch.Tensor) -> Tree:
         """Returns the parameter's values, and the memory that they take besides; ``into`` another one nothing."""
         after = self.part.fsdp_post_all_gather
-        with _keeping_versions((*into.values(),)):
-            made = after(outputs, self._metadata, dtype, **into)
+        made = after(outputs, self._metadata, dtype, **into)
         if into:
             return made
         return torch.as_strided(made[0], self.shape, contiguous_strides(self.shape), 0), made[1]

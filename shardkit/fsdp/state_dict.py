@@ -38,7 +38,7 @@ from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
-from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, SavedState, StateDict, Tree
+from ..types import AnyCallable, Args, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered
 from .originals import hidden, managing, owner_of, refuse_meta, refuse_split, written_names
 from .state import (
@@ -530,12 +530,6 @@ def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
         if not rest.startswith(OUTER):
             del state_dict[key]
             state_dict[prefix + (OUTER if rest in listed else INNER) + rest] = value
-
-
-def clean_names(incompatible: IncompatibleKeys) -> None:
-    """Takes what wrapping added from names of missing and unexpected keys."""
-    for names in incompatible:
-        names[:] = [clean(n) for n in names]
 
 
 @contextlib.contextmanager

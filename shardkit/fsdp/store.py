@@ -69,13 +69,14 @@ from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
 from ..torch_seams.dtensors import is_dtensor, local_of
 from ..torch_seams.hooks import GIVEN_BACK, NO_BACKWARD, current_backward
-from ..types import Tree
+from ..types import AnyCallable, Tree
 from .originals import (
     OriginalParameter,
     ReleasedParameter,
     ReleasedView,
     as_tensors,
-    note_view,
+    kept_views,
+    known_originals,
     set_data,
     without_values,
 )
@@ -203,8 +204,7 @@ def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
 
 
 _param_of, _version_of, _local_of = map(attrgetter, ("param", "param._version", "param._local_tensor"))
-_own_version = attrgetter("_version")
-set_versions = torch._C._autograd._unsafe_set_version_counter
+set_versions: AnyCallable = torch._C._autograd._unsafe_set_version_counter
 
 
 class Store(ABC):
@@ -383,7 +383,10 @@ class Store(ABC):
             self._versions = []
         if is_gone and self._last and self.away is None:  # else they are memory for backward still
             tensors = [*map(_param_of, self._originals), *map(_local_of, self._split)]
-            self.away = tensors, self._last + list(map(_own_version, tensors[len(self._last) :]))
+            self.away = (
+                tensors,
+                self._last + list(map(attrgetter("_version"), tensors[len(self._last) :])),
+            )
             set_versions(tensors, [GIVEN_BACK] * len(tensors))
         for original in self._originals:
             original.param.__class__ = original.released
@@ -494,7 +497,7 @@ class KeptViews:
                 tensor: Tree = ref()
                 offset = int(local_of(tensor).storage_offset())
                 number = numbers[max(0, bisect.bisect_right(offsets, offset) - 1)]
-                note_view(tensor, self._originals[number].param)
+                kept_views[tensor] = known_originals[id(self._originals[number].param)][1:]
                 kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedView
                 tensor.__class__ = without_values(kind, tensor)
 

@@ -35,7 +35,7 @@ from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
-from .originals import ORDER, ReleasedParameter, hidden, managing, refuse_copy, written_names
+from .originals import ORDER, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
 
 
@@ -250,8 +250,8 @@ def _shards_of(module: nn.Module) -> dict[str, Registered]:
 def _refuse_copies(module: nn.Module, what: str) -> None:
     """Refuses a module from a file without the FSDP module around it: its parameters have no values."""
     for _, original in hidden(module):
-        if isinstance(original, ReleasedParameter):
-            refuse_copy(original, what)
+        if isinstance(original, ReleasedParameter) and owner_of(original) is None:
+            raise LifecycleError(refusal_of(original, what))
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -222,7 +222,7 @@ class Unit:
                     if self.task in (NO_BACKWARD, current_backward()):
                         engine.complete(self)
                     else:  # a re-entrant checkpoint inside of the module: there may be another one
-                        engine.defer(self)
+                        engine.deferred.append(self)
 
         return after
 

@@ -22,15 +22,16 @@ from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.dtensors import shards_and_replicas_of
+from ..torch_seams.hooks import callers
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
-from .engine import EXPORT, is_listed_for_export, refusal
+from .engine import EXPORT, refusal
 from .forward import run_gathered, through
 from .originals import check_asker, put_into_wrapper
 from .sharded_api import ShardedAPI
-from .state import WRAPPED, Ignored, Options, ShardingState, exit_summon, summoned
-from .state_dict import add_wrapping, begin_loading, clean_names, full_state_dict, loading
+from .state import WRAPPED, Ignored, Options, ShardingState, clean, exit_summon, summoned
+from .state_dict import add_wrapping, begin_loading, full_state_dict, loading
 from .submodule_api import collecting
 
 if TYPE_CHECKING:
@@ -199,7 +200,8 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Lists as of any module; torch.export asks for it before it records anything."""
-        if EXPORT in sys.modules and is_listed_for_export(sys.modules[EXPORT]):
+        code = getattr(getattr(sys.modules.get(EXPORT), "_get_original_state_dict", None), "__code__", None)
+        if code is not None and any(frame.f_code is code for frame in list(callers())):
             raise refusal(self._state.unit, "torch.export (torch.onnx.export too)")
         return super().named_modules(memo, prefix, remove_duplicate)
 
@@ -318,7 +320,8 @@ def _before_load(door: Door, state_dict: StateDict, prefix: str, *others: object
 
 
 def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
-    clean_names(incompatible)
+    for names in incompatible:  # without what wrapping has added to them
+        names[:] = [clean(n) for n in names]
     exit_summon(door._state, "state dict")
 
 

@@ -255,14 +255,6 @@ class GradientHooks:
         self.remove()
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls ``function`` when the running backward is through, and so is what waits for its end.
-
-    DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one.
-    """
-    after_backward(functools.partial(after_backward, function))
-
-
 _run_backward: AnyCallable = torch.autograd.graph._engine_run_backward
 _RUN_BACKWARD = _run_backward.__code__
 _RUN_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
@@ -320,9 +312,8 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
         if f"is at version {GIVEN_BACK}" not in str(error):
             raise
         raise LifecycleError(
-            "backward came to parameters that are sharded and not gathered now, by a tensor that left its FSDP module "
-            "in a generator, a closure or a list of the program's: nothing says there that backward comes. Return it "
-            "from the module's forward, or keep it as an attribute of the module"
+            "backward came to parameters that are sharded and not gathered now, by a graph of summon_full_params(), "
+            "or a tensor that left its FSDP module in a generator, a closure or a list (return it from forward)"
         ) from error
 
 

@@ -35,7 +35,7 @@ from ..torch_seams.hooks import (
     NO_BACKWARD,
     GradientHook,
     GradientHooks,
-    call_after_backward,
+    after_backward,
     current_backward,
     inside_another_backward,
 )
@@ -236,7 +236,8 @@ class GradientMeter:
         if self._task != NO_BACKWARD:  # the last one raised; whoever goes on has cleared the gradients
             self.reset()
         self._task = current_backward()
-        call_after_backward(self._end)
+        # DDP and ShardedDDP finish in callbacks that they queue in backward, which may be later than this one
+        after_backward(lambda: after_backward(self._end))
 
     def _end(self) -> None:
         self._task = NO_BACKWARD
@@ -464,7 +465,7 @@ class AdaScale(Optimizer):
         self.set_scale(self._count if scale is None else scale, update_estimate=False)
         self._meter.attach(self._averaging.measured())
         weakref.finalize(self, self._meter.hooks.remove).atexit = False
-        _measuring.add(self)
+        measuring.add(self)
 
     # ---------------------------------------------------------------- facts
     @property
@@ -682,7 +683,7 @@ class AdaScale(Optimizer):
     def unhook(self) -> None:
         """Stops listening to gradients; from then on the gain stays what it is."""
         self._meter.hooks.remove()
-        _measuring.discard(self)
+        measuring.discard(self)
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> StateDict:  # type: ignore[override]
@@ -739,9 +740,4 @@ def _evaluated_closure(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return (again, *args[1:]) if args else args, kwargs if args else {**kwargs, "closure": again}
 
 
-_measuring: weakref.WeakSet[AdaScale] = weakref.WeakSet()
-
-
-def measured_parameters() -> set[nn.Parameter]:
-    """Lists those whose gradients some AdaScale of this process measures."""
-    return {p for scale in list(_measuring) for params in scale._averaging.measured() for p in params}
+measuring: weakref.WeakSet[AdaScale] = weakref.WeakSet()  # what measures gradients in this process

@@ -27,7 +27,7 @@ from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
 from ..torch_seams.wrappers import name_of_torchs
 from ..types import Args, Kwargs, Tree
-from .adascale import measured_parameters
+from .adascale import measuring
 
 # What libraries say that have no class of their own for it.
 _SAYINGS = ("can't allocate memory", "not enough memory", "out of memory", "status_alloc_failed")
@@ -318,7 +318,7 @@ class SkipOutOfMemory:
         )
 
     def _refuse_statistics(self) -> None:
-        measured = measured_parameters()
+        measured = {p for scale in measuring for params in scale._averaging.measured() for p in params}
         originals = (o.param for u in self._units for f in u.flats for o in f.originals)
         if any(p in measured for p in (*originals, *(p for w in self._wrappers for p in w.parameters()))):
             raise ConfigurationError(

@@ -286,7 +286,7 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
     elif x.shape != y.shape:
         yield Difference(name, f"shapes {list(x.shape)} and {list(y.shape)}")
     else:
-        same, count, most = _compared(x, y)
+        same, count, most = compared(x, y)
         if x.dtype != y.dtype:
             kinds = f"{short_dtype(x.dtype)} and {short_dtype(y.dtype)}"
             values = "values are equal" if count == 0 else f"max. difference {most:.3g}"
@@ -297,12 +297,7 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
             yield Difference(name, "equal values with other bits (signs of zeros, kinds of NaN)", most)
 
 
-def same_bits(x: StoredTensor, y: StoredTensor) -> bool:
-    """Says whether two tensors of one shape and dtype have the same bytes."""
-    return _compared(x, y)[0]
-
-
-def _compared(x: StoredTensor, y: StoredTensor) -> tuple[bool, int, float]:
+def compared(x: StoredTensor, y: StoredTensor) -> tuple[bool, int, float]:
     """Compares them, in rows where that can be: are all bits equal, how many elements differ, and by how much?"""
     same, count, most = True, 0, 0.0
     slabs: list[tuple[int, int] | None] = [*x.slabs()] if [*y.slabs()] else []

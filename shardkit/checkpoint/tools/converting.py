@@ -16,7 +16,7 @@ from ..format.contents import NAME as MANIFEST
 from ..format.contents import Manifest, ManifestItem, best_hash, dotted, stored_file
 from ..records import Written, describe
 from . import rank_files
-from .comparing import open_checkpoint, same_bits
+from .comparing import compared, open_checkpoint
 from .hugging_face import without_wrappers, write_hugging_face
 from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put, write_torch_file
 
@@ -101,7 +101,7 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
         if not isinstance(tensor, StoredTensor) or not isinstance(other, StoredTensor):
             missing = name if not isinstance(tensor, StoredTensor) else kept
             raise ConfigurationError(f"--tied {name}={kept}: the model has no tensor {missing!r}")
-        if tensor.shape != other.shape or tensor.dtype != other.dtype or not same_bits(tensor, other):
+        if tensor.shape != other.shape or tensor.dtype != other.dtype or not compared(tensor, other)[0]:
             raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
         identity = ("tied", kept) if other.identity is None else other.identity
         both = dataclasses.replace(other, identity=identity)
