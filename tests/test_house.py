@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_356  # of all source; to be lowered with each release
+LINES = 64_355  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_202,
     "compat": 9_349,
     "shardkit": 2_366,  # the files right there
-    "shardkit/checkpoint": 6_605,
+    "shardkit/checkpoint": 6_607,
     "shardkit/flattening": 836,
-    "shardkit/fsdp": 11_393,
+    "shardkit/fsdp": 11_388,
     "shardkit/integrations": 512,
     "shardkit/launching": 534,
     "shardkit/model_parallel": 1_494,
     "shardkit/optimizer_state": 1_294,
-    "shardkit/optimizers": 552,
+    "shardkit/optimizers": 554,
     "shardkit/oss": 3_033,
     "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_561,

@@ -33,7 +33,7 @@ from ..layout import Piece
 from ..optimizer_state.kinds import to_cpu
 from ..optimizer_state.marking import NOTE
 from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, Span, of_dtensor, piece_of, refuse_class, whole
-from ..optimizers.shards import copy_options, options_of, shard_behind
+from ..optimizers.shards import copy_options, given_way, options_of, shard_behind
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.dtensors import is_dtensor
@@ -271,7 +271,8 @@ class ParameterNames:
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
         """Returns the names of the parameters of a param group."""
         what = f"of the optimizer's group {index}"
-        return [n for k, p in enumerate(params) for n in self.slot(p, f"parameter {k} {what}").names]
+        slots = [self.slot(p, f"parameter {k} {what}") for k, p in enumerate(params) if p not in given_way]
+        return [name for slot in slots for name in slot.names]
 
 
 class CompositeHolder(Holder):
@@ -399,6 +400,7 @@ class PlainHolder(Holder):
             (index, param)
             for own, saved in zip(self.optimizer.param_groups, self._saved["param_groups"], strict=True)
             for index, param in zip(saved["params"], own["params"], strict=True)
+            if param not in given_way
         ]
 
     def needed(self) -> list[Slot]:

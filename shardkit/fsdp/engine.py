@@ -817,8 +817,11 @@ class Engine:
             self._lock_held()
 
     # ------------------------------------------------------------ backward
-    def begin_backward(self) -> None:
+    def begin_backward(self, by_gradient: bool = False) -> None:
         """Notes that a backward was noticed, from inside of it.
+
+        Args:
+            by_gradient: it may be inside of another root, which uses weights of this one.
 
         Raises:
             LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
@@ -832,7 +835,7 @@ class Engine:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
         others = [state.owner for state in self.state.before]
-        sends_last = not others or self.state.sends_last()
+        sends_last = not others or (not by_gradient and self.state.sends_last())
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from operator import attrgetter, is_, lt, or_
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -522,29 +522,20 @@ class UnlistedShard(nn.Parameter):
         made.shards = shards
         return made
 
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Returns the gradient of which those of registered parameters are views, [S]."""
-        return self.shards.gradient()
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self.shards.set_gradient(value)
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether any registered parameter does."""
-        return any(p.requires_grad for p in self.shards.params)
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
+    # the gradient of which those of registered parameters are views, [S]
+    grad: Any = property(lambda self: self.shards.gradient(), lambda self, new: self.shards.set_gradient(new))
 
     def requires_grad_(self, requires_grad: bool = True) -> UnlistedShard:
         """Sets it of all registered parameters."""
         for p in self.shards.params:
             p.requires_grad_(requires_grad)
         return self
+
+    # whether any registered parameter does
+    requires_grad: Any = property(
+        lambda self: any(p.requires_grad for p in self.shards.params),
+        requires_grad_,  # type: ignore[arg-type]
+    )
 
 
 def flat_changed_by(listed: torch.Tensor) -> FlatParam | None:
@@ -563,10 +554,7 @@ dimensions_asked: weakref.WeakSet[FlatParam] = weakref.WeakSet()
 class ShardedFlatParameter(FlatParameter):
     """A flat parameter's shard. The attributes are those that existing code reads from fairscale's parameters."""
 
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """1, whatever the original parameters have; see :data:`dimensions_asked`."""
-        return self.dim()
+    ndim = property(lambda self: self.dim())
 
     def dim(self) -> int:
         """1, whatever the original parameters have; see :data:`dimensions_asked`."""

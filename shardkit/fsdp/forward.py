@@ -74,7 +74,8 @@ from .originals import (
     hide,
     name_of_original,
 )
-from .state import ShardingState, clean, named_units
+from .state import ShardingState, clean, end_unshard, named_units
+from .store import SUMMONED
 from .unit import UnitCall
 
 if TYPE_CHECKING:
@@ -281,6 +282,9 @@ def enter(
     if is_compiled or is_recorded or torch.compiler._is_exporting_flag:
         check_forward(unit)
     engine = state.engine or become_root(state)
+    for flat in unit.needs:
+        if flat.store.state is SUMMONED:
+            end_unshard(flat)  # of another unit that uses it
     for flat in state.flats:
         for listing in flat.listings:
             listed = listing.param

@@ -107,8 +107,8 @@ def fully_shard(
     if dtensors and len(given) > 1:  # of modules that lie in others these
         inside = {id(m) for other in given for m in other.modules() if m is not other}
         modules = [m for m in given if id(m) not in inside]
-    whole_mesh, mesh = words.whole_mesh(mesh), words.mesh(mesh)
-    casts = words.casts_inputs
+    whole_mesh, mesh = words.meshes(mesh)
+    casts = words.mp_policy is None or words.mp_policy.cast_forward_inputs
     if mesh is not None:
         group, replicas = shards_and_replicas_of(mesh, group, replicas)
     options = Options.given(

@@ -187,6 +187,7 @@ class OriginalParameter:
         listed_as: whose methods what modules list of it has, too.
         mesh: over which tensor parallelism has cut it, if it has.
         home: number of the module that its name is of, where several modules are one unit.
+        is_away: it was tied, and untied where its name is, so that other units alone have it.
         name: path in that module, the first where it has several.
         position: among the parameters of that module.
         dim: along which it is cut.
@@ -197,7 +198,7 @@ class OriginalParameter:
     is_apart = False
     listed_as: type | None = None
     mesh: DeviceMesh | None = None
-    is_lazy = False
+    is_lazy = is_away = False
     dim = 0
 
     released: type[ReleasedParameter] = ReleasedParameter

@@ -21,12 +21,13 @@ from torch import nn
 
 from ..backend import Backend, Group
 from ..layout import AlignedLayout, ShardLayout, in_runs
+from ..optimizers.shards import given_way
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
 from .flat_param import FlatParam, Registered, exposed
 from .gradients import predivide_factor
-from .originals import OriginalParameter
+from .originals import OriginalParameter, Place
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -264,25 +265,39 @@ class ShardingState:
         layout = options.layout([original.rows for original in originals], ranks)
         return in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
 
-    def tie(self, dropped: Registered, kept: Registered) -> None:
-        """Lets a parameter of the unit give way to another one, of this unit or another, that is listed in its place.
+    def tie(self, place: Place, listing: Registered, kept: Registered) -> None:
+        """Lets another parameter, of this unit or another, take a place in the unit; before the first forward.
 
-        From now on both are one, as if they had been tied before sharding; between that and the first forward.
+        Where what was there has no other, it is as if both had been tied before sharding.
         """
-        flat, borrowed = dropped.flat, self.unit.borrowed
-        (own,), (other,) = dropped.originals, kept.originals
-        other.places += own.places
-        if kept.flat in self.flats and own.home == other.home:
-            self.shared_paths.append((other.name, own.name))
-        if len(flat.originals) > 1:
-            layout = self.layout_of([original for original in flat.originals if original is not own])
-            flat.leave_out(dropped.first, layout)
-        else:
-            self.flats.remove(flat)
-        dropped.param = kept.param  # an optimizer that was made before has nothing of the unit's in it
-        if kept.flat not in self.unit.needs:
-            kept.flat.is_borrowed, borrowed = True, [*borrowed, kept.flat]
+        (own,), (other,) = listing.originals, kept.originals
+        mates = self.mates or [self]
+        paths = {m: (mate, path) for mate in reversed(mates) for path, m in mate.own_modules()}
+        own.places.remove(place)
+        other.places.append(place)
+        if not own.places:
+            gone, owner = listing.flat, owners_of([listing.flat])[0]
+            if len(gone.originals) > 1:
+                gone.leave_out(listing.first, owner.layout_of([o for o in gone.originals if o.places]))
+            else:
+                owner.flats.remove(gone)
+            owner.unit.take(owner.flats, owner.unit.borrowed)
+            given_way[listing.param] = None
+            listing.param = kept.param
+        used = dict.fromkeys([*self.unit.borrowed, *(() if kept.flat in self.flats else (kept.flat,))])
+        borrowed = [f for f in used if any(p.module in paths for o in f.originals for p in o.places)]
+        kept.flat.is_borrowed |= kept.flat in borrowed
         self.unit.take(self.flats, borrowed)
+        for mate in mates:
+            mate.shared_paths = []
+        for flat in self.flats:
+            for k, each in enumerate(flat.originals):
+                here = [(paths[p.module], p.name) for p in each.places if p.module in paths]
+                each.is_away = not here
+                for (mate, path), name in here[:1]:
+                    each.home, each.name = mate.home, dotted(path, name)
+                    flat.names[k] = each.name
+                    mate.shared_paths += [(each.name, dotted(p, n)) for (m, p), n in here[1:] if m is mate]
 
     def forget_root(self) -> None:
         """Lets the next forward find the units anew; a root alone can, since units below are run by its engine."""
@@ -344,10 +359,13 @@ def named_units(module: nn.Module) -> list[tuple[str, ShardingState]]:
     return found
 
 
+def _known_states() -> list[ShardingState]:
+    return [state for state in (held() for held in list(_states.values())) if state is not None]
+
+
 def owners_of(flats: Sequence[FlatParam]) -> list[ShardingState]:
     """Returns the states whose flat parameters these are."""
-    found = [state for state in (held() for held in list(_states.values())) if state is not None]
-    return [state for state in found if any(flat in state.flats for flat in flats)]
+    return [state for state in _known_states() if any(flat in state.flats for flat in flats)]
 
 
 def modules_outside_units(
@@ -422,3 +440,10 @@ def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
             each.summoned = None
         state.unit.release()  # asked for meanwhile
         stack.close()
+
+
+def end_unshard(flat: FlatParam) -> None:
+    """Ends ``unshard()`` of whatever unit has made this flat parameter full."""
+    for state in _known_states():
+        if state.summoned is not None and flat in state.unit.needs:
+            exit_summon(state, "unshard")

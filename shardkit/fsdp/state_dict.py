@@ -200,6 +200,8 @@ def metadata(state: ShardingState) -> StateDict:
         params = {}
         for listing in s.listings:
             name, layout = _key_of(listing), listing.layout
+            if listing.originals[0].is_away:
+                raise ConfigurationError(f"{name!r} is in other units alone, since a tie: save state_dict()")
             params[name] = {
                 "names": list(listing.names),
                 "shapes": [original.shape for original in listing.originals],

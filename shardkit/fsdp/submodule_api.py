@@ -35,7 +35,7 @@ from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_
 from ..torch_seams.dtensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
-from .originals import ORDER, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
+from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
 
 
@@ -143,14 +143,14 @@ class KeepsInStep:
     """
 
     def __init__(self, state: ShardingState) -> None:
-        self._state = weakref.ref(state)
+        self.state = weakref.ref(state)
 
     def __bool__(self) -> bool:
-        state = self._state()
+        state = self.state()
         return state is not None and state.summoned is None
 
     def __deepcopy__(self, memo: Memo) -> KeepsInStep | bool:
-        copied = memo.get(id(self._state()))  # nothing where a module inside is copied alone
+        copied = memo.get(id(self.state()))  # nothing where a module inside is copied alone
         return KeepsInStep(copied) if isinstance(copied, ShardingState) else False
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
@@ -315,7 +315,7 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     if listing is not None and is_dtensor(listing.param):
         if is_collecting():  # load_state_dict(assign=True)
             return _assigned(listing, param)
-        if _takes_place(listing, param):
+        if _takes_place(Place(parent, name), listing, param):
             return None
     flat = managing(param)
     if flat is not None and any(o.param is param and (parent, name) in o.places for o in flat.originals):
@@ -330,17 +330,18 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
     return None
 
 
-def _takes_place(listing: Tree, values: Tree) -> bool:
-    """Whether another DTensor is listed from now on, which is possible until the first forward: one that is listed
+def _takes_place(place: Place, listing: Tree, values: Tree) -> bool:
+    """Whether another DTensor is listed there from now on, which is possible until the first forward: one listed
     elsewhere, so that both are tied, or a new one.
     """
     own, flat, kept = listing.param, listing.flat, listing_of(values)
-    owners = owners_of([flat] if kept is None else [flat, kept.flat])
+    state: ShardingState = place.module.__dict__[_MANAGED].state()
+    units = [state, *owners_of([flat] if kept is None else [flat, kept.flat])]
     if (
         not is_dtensor(values)
         or (values._spec, values.dtype, values.device) != (own._spec, own.dtype, own.device)
-        or len(listing.places) > 1
-        or any(state.engine is not None or state.summoned is not None for state in owners)
+        or (kept is None and len(listing.places) > 1)
+        or any(unit.engine is not None or unit.summoned is not None for unit in units)
     ):
         return False
     if kept is None:
@@ -353,7 +354,7 @@ def _takes_place(listing: Tree, values: Tree) -> bool:
             f"{listing.label} is tied with {kept.label} after a WholeParameters was made of it: make the optimizer "
             "afterwards"
         )
-    next(state for state in owners if flat in state.flats).tie(listing, kept)
+    state.tie(place, listing, kept)
     return True
 
 

@@ -62,35 +62,26 @@ class TorchsWords(NamedTuple):
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
 
-    def whole_mesh(self, given: DeviceMesh | None) -> WholeMesh | None:
-        """Returns the mesh that was passed, where some of its dimensions are said to be for data."""
+    def meshes(self, given: DeviceMesh | None) -> tuple[WholeMesh | None, DeviceMesh | None]:
+        """Returns a mesh of which some dimensions are said to be for data, and that of these: replicas first."""
         dims = self.dp_mesh_dims
         if dims is None or given is None:
-            return None
-        return WholeMesh(given, _names(dims.replicate) + _names(dims.shard))
-
-    def mesh(self, given: DeviceMesh | None) -> DeviceMesh | None:
-        """Takes the dimensions of the whole mesh that are for data: replicas first."""
-        dims = self.dp_mesh_dims
-        if dims is None or given is None:
-            return given
+            return None, given
         shard, replicate = _names(dims.shard), _names(dims.replicate)
         unknown = [name for name in (*shard, *replicate) if name not in (given.mesh_dim_names or ())]
         if unknown or not shard:
-            why = (
-                f"it has no {unknown[0]!r}"
-                if unknown
-                else "nothing is sharded, which is DistributedDataParallel's"
-            )
+            nothing = "nothing is sharded, which is DistributedDataParallel's"
+            why = f"it has no {unknown[0]!r}" if unknown else nothing
             raise ConfigurationError(
                 f"dp_mesh_dims={dims} of a mesh with the dimensions {given.mesh_dim_names}: {why}"
             )
+        whole = WholeMesh(given, replicate + shard)
         if len(shard) == 1 and len(replicate) <= 1:
-            return given[replicate + shard]
+            return whole, given[replicate + shard]
         from torch.distributed.device_mesh import DeviceMesh
 
         parts = [given[names]._flatten("_".join(names)) for names in (replicate, shard) if names]
-        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        return whole, parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
     def on_other_meshes(
         self, modules: Sequence[nn.Module], mesh: DeviceMesh | None
@@ -102,11 +93,13 @@ class TorchsWords(NamedTuple):
         """
         if self.shard_placement_fn is None:
             return []
-        infos, meshes_of = dict[Tree, Tree](), dict[nn.Module, list[Tree]]()
+        infos, meshes_of, ignored = (
+            dict[Tree, Tree](),
+            dict[nn.Module, list[Tree]](),
+            self.ignored_params or (),
+        )
         for m in (m for each in modules for _, m in modules_outside_units(each)):
-            own = [
-                p for p in m._parameters.values() if p is not None and p not in (self.ignored_params or ())
-            ]
+            own = [p for p in m._parameters.values() if p is not None and p not in ignored]
             chosen = [getattr(self.shard_placement_fn(p), "mesh_info", None) for p in own]
             infos.update((info.mesh, info) for info in chosen if info is not None)
             meshes_of[m] = [mesh if info is None else info.mesh for info in chosen]
@@ -130,15 +123,9 @@ class TorchsWords(NamedTuple):
             shard_placement_fn=lambda p: choose(p).placement, dp_mesh_dims=getattr(info, "dp_mesh_dims", None)
         )
         if self.mp_policy is not None:
-            said = said._replace(
-                mp_policy=replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
-            )
+            policy = replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
+            said = said._replace(mp_policy=policy)
         return getattr(info, "spmd_mesh", None) or info.mesh, cast("TorchsArguments", said._asdict())
-
-    @property
-    def casts_inputs(self) -> bool:
-        """Whether inputs are cast to the dtype of compute."""
-        return self.mp_policy is None or self.mp_policy.cast_forward_inputs
 
     def precision(self, given: PrecisionPolicy | None) -> PrecisionPolicy | None:
         """Returns the dtypes of compute."""
@@ -272,8 +259,7 @@ class TorchsMethods:
         is gathered anyway, it does nothing.
         """
         for state in self._states(recurse=False):
-            engine = state.engine
-            if state.summoned is None and (engine is None or engine.forwards == 0):
+            if state.summoned is None and (state.engine is None or state.engine.forwards == 0):
                 enter_summon(state, writeback=False, purpose="unshard")
         return UnshardHandle() if async_op else None
 
@@ -292,8 +278,7 @@ class TorchsMethods:
                 refuse_local(state.unit.reduce)
                 watch_halves(listing_of)
             state.unit.accumulates = not requires_gradient_sync
-        engine = self._state.engine
-        if engine is not None:
+        if (engine := self._state.engine) is not None:
             engine.set_accumulating([unit.accumulates for unit in engine.units])
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -307,11 +292,9 @@ class TorchsMethods:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are given back after forward, from the next one on."""
         for state in self._states(recurse):
-            policy = replace(
-                state.options.reshard, after_forward=reshard_after_forward, root=reshard_after_forward
-            )
-            state.options = replace(state.options, reshard=policy)
-            state.unit.keep_after_forward = not reshard_after_forward
+            options, keeps = state.options, not reshard_after_forward
+            policy = replace(options.reshard, after_forward=not keeps, root=not keeps)
+            state.options, state.unit.keep_after_forward = replace(options, reshard=policy), keeps
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """With False, gathered parameters are used by the next forward too, unless shards have changed by then."""
@@ -407,23 +390,19 @@ class TorchsMethods:
         return UnshardHandle() if async_op else None
 
     # ------------------------------------------------------------ other methods that compute
-    def call_where_needed(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
-        """The same where a part of the module is called, and in the mode in which that is: without gradients, say."""
-        state = self._state
-        wake(state)
-        exit_summon(state, "unshard")
-        if state.summoned is not None or state.is_computing:
-            return method(state.module, *args, **kwargs)
-        return call_method(state, partial(method, state.module), args, kwargs)
-
     @not_compiled
     def call(self, method: AnyCallable, *args: object, **kwargs: object) -> Tree:
-        """Returns a method of the module, run as its forward is; what calls the module itself inside included."""
+        """Returns a method of the module, run as its forward is; what calls the module itself inside included.
+
+        ``generate`` runs so where it calls a part of the module, in the mode in which that is: without gradients, say.
+        """
         state = self._state
         wake(state)
         exit_summon(state, "unshard")
         if state.summoned is not None or state.is_computing:
             return method(state.module, *args, **kwargs)
+        if method.__name__ == "generate":
+            return call_method(state, partial(method, state.module), args, kwargs)
         state.is_computing = True
         try:
             return run_gathered(state, partial(method, state.module), args, kwargs)
@@ -431,7 +410,7 @@ class TorchsMethods:
             state.is_computing = False
 
 
-_NOT_TORCHS = ("install", "call", "call_where_needed")
+_NOT_TORCHS = ("install", "call")
 # Those of torch's FSDPModule, by name.
 METHODS: dict[str, AnyCallable] = {
     **{n: f for n, f in vars(TorchsMethods).items() if n[0] != "_" and n not in _NOT_TORCHS},
@@ -466,9 +445,7 @@ def _register(module: nn.Module, name: str, method: AnyCallable) -> None:
     elif isinstance(method, MethodType):
         function = method.__func__
     if state is not None and state.door is state.module:
-        methods = TorchsMethods(state)
-        call = methods.call_where_needed if name == "generate" else methods.call
-        module.__dict__[name] = update_wrapper(partial(call, function), method)
+        module.__dict__[name] = update_wrapper(partial(TorchsMethods(state).call, function), method)
 
 
 # ------------------------------------------------------------ FSDP2's class
@@ -513,14 +490,8 @@ def _method(name: str) -> AnyCallable:
     def call(self: nn.Module, *args: object, **kwargs: object) -> Tree:
         state = state_of(self)
         if state is None or name not in METHODS:
-            raise ConfigurationError(
-                f"{name} of this {own_class(self).__name__}: "
-                + (
-                    "it is a copy without its shards"
-                    if state is None
-                    else "of a torch that is newer than shardkit"
-                )
-            )
+            why = "it is a copy without its shards" if state is None else "of a torch newer than shardkit"
+            raise ConfigurationError(f"{name} of this {own_class(self).__name__}: {why}")
         return METHODS[name](TorchsMethods(state), *args, **kwargs)
 
     call.__name__ = call.__qualname__ = name

@@ -214,7 +214,7 @@ class Unit:
             if flat.store.state is SUMMONED:
                 raise backward_when_summoned(flat)
             if engine.state.task == NO_BACKWARD:
-                engine.begin_backward()
+                engine.begin_backward(by_gradient=True)
             if not self._fired[index]:
                 self._fired[index] = True
                 self.waiting -= 1

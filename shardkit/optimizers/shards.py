@@ -61,6 +61,8 @@ def shard_behind(param: torch.Tensor) -> Tree:
     return None if listing is None or is_dtensor(param) else listing
 
 
+# Parameters whose places others have taken after sharding: optimizers that are older list them still, for nothing.
+given_way: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # What an optimizer lists in place of shards, and the shard that its step changes.
 _stand_ins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

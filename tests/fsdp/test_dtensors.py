@@ -402,6 +402,83 @@ def test_weights_that_are_tied_between_sharding_and_the_first_forward(rank: int,
     _not_tied(rank, world_size)
 
 
+class Two(Ends):
+    """A second head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.mid(self.embed(x.argmax(1))).tanh())
+        return self.head(hidden) + self.other(hidden)
+
+
+# units beside the root; which weights give way, and to which, in order; what is unsharded between steps
+_AGAIN = [
+    ("", "embed head, embed other, head other", ""),
+    ("head", "head embed, head other, other embed, head embed", "head"),
+    ("mid", "head embed, embed other, head embed", ""),
+    ("embed head", "head embed", "head"),  # what borrows it, and its owner is called first
+    ("all", "embed head, other head, embed other", "embed"),
+]
+
+
+@on_ranks(2, 3)
+def test_weights_that_are_tied_again_and_optimizers_from_before(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Each place has the weight that was put there last; an older optimizer is saved and loaded without the rest."""
+    for units, ties, unsharded in _AGAIN:
+        one, model, where = Two().double(), Two().double().shard(units), f"{units}: {ties}"
+        resumed = Two().double().shard("mid")
+        optimizers = [_adam(m) for m in (model, one, resumed)]
+        for m in (model, one, resumed):
+            for tie in ties.split(", "):
+                gives_way, kept = map(m.get_submodule, tie.split())
+                gives_way.weight = kept.weight
+        if unsharded:
+            model.get_submodule(unsharded).unshard()  # type: ignore[operator]
+        for m, optimizer in zip((model, one), optimizers, strict=False):
+            train_parts(m, optimizer, range(world_size) if m is one else [rank], _batch, range(2))
+        assert_same(model, one, where)
+        shardkit.save_training(tmp_path, step=1, model=model, optimizer=optimizers[0])
+        shardkit.restore_training(tmp_path, model=resumed, optimizer=optimizers[2])
+        for m, optimizer in zip((model, one, resumed), optimizers, strict=True):
+            train_parts(m, optimizer, range(world_size) if m is one else [rank], _batch, range(2, 4))
+        for m in (model, resumed):
+            assert_same(m, one, where)
+            assert [n for n, _ in m.named_parameters()] == [n for n, _ in one.named_parameters()], where
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@on_ranks(2, 3)
+def test_two_roots_that_share_a_weight(rank: int, world_size: int, is_late: bool) -> None:
+    """In one backward, in one each in either order, and where the weight's own root is in none."""
+    ones, roots = [Ends().double() for _ in range(2)], [Ends().double() for _ in range(2)]
+    for pair in (ones, roots):
+        for m in pair if pair is roots and is_late else ():
+            m.shard("mid")
+        pair[1].head.weight = pair[0].head.weight
+        for m in pair if pair is roots and not is_late else ():
+            m.shard("mid")
+    optimizers = [_adam(nn.ModuleList(pair)) for pair in (ones, roots)]
+    for step, order in enumerate(["both", "01", "10", "1"]):
+        for pair, optimizer, ranks in zip(
+            (ones, roots), optimizers, (range(world_size), [rank]), strict=True
+        ):
+            optimizer.zero_grad()
+            for r in ranks:
+                losses = [m(_batch(step, r)).square().mean() / len(ranks) for m in pair]
+                for k in order if order != "both" else ():
+                    losses[int(k)].backward()
+                if order == "both":
+                    sum(losses).backward()
+            optimizer.step()
+        for m, one in zip(roots, ones, strict=True):
+            assert_same(m, one, order)
+
+
 def _not_tied(rank: int, world_size: int) -> None:
     """What would not be one process's is refused by name."""
     optimized, gathered = Ends().shard("tail"), Ends().shard("tail")
@@ -411,6 +488,11 @@ def _not_tied(rank: int, world_size: int) -> None:
     gathered.unshard()
     with pytest.raises(ConfigurationError, match=r"tied weights\) before it is wrapped"):
         gathered.tie()
+    away = Two().shard("embed head")
+    for gives_way, kept in ((away.head, away.embed), (away.embed, away.other)):
+        gives_way.weight = kept.weight
+    with pytest.raises(ConfigurationError, match="in other units alone"):
+        sharding_of(away).local_metadata_dict()
     if world_size > 1:  # a group of its own, which the error ends
         mesh = DeviceMesh.from_group(dist.new_group(list(range(world_size))), "cpu")
         model = Ends().shard("all", mesh=mesh)
