@@ -15,7 +15,7 @@ Loss = Callable[[Any, int, int], torch.Tensor]  # of a model, for the batch of a
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def batch(rank: int, step: int, size: int = 5, features: int = 6) -> torch.Tensor:
+def batch(rank: int, step: int = 0, size: int = 5, features: int = 6) -> torch.Tensor:
     """A rank's inputs at a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, features, generator=generator)

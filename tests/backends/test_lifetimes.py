@@ -16,6 +16,7 @@ from torch import nn
 import shardkit
 from shardkit import FSDP, OSS, OffloadPolicy, ReducePolicy, ShardedDDP, fully_shard, sharding_of
 from tests.backends.streams_device import current_device
+from tests.beside import batch
 
 WORLD_SIZE, UNITS = 3, 4
 Step = Callable[["Model", nn.Module, Any], None]
@@ -46,10 +47,6 @@ class Model(nn.Module):
 
 def _die(gradient: torch.Tensor) -> None:
     raise Dead
-
-
-def _batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 # ------------------------------------------------------------------ what a step may be
@@ -95,19 +92,15 @@ STEPS: list[Step] = [
 
 
 # ------------------------------------------------------------------ by what
-def by_fsdp(model: Model) -> tuple[nn.Module, Any]:
+def by_fsdp(model: Model, **options: Any) -> tuple[nn.Module, Any]:
     for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block)
-    wrapped = FSDP(model)
+        model.blocks[k] = FSDP(block, **options)
+    wrapped = FSDP(model, **options)
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
 
 def by_offloaded_fsdp(model: Model) -> tuple[nn.Module, Any]:
-    offload = OffloadPolicy(parameters=True)
-    for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block, offload=offload)
-    wrapped = FSDP(model, offload=offload)
-    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    return by_fsdp(model, offload=OffloadPolicy(parameters=True))
 
 
 def in_place(model: Model) -> tuple[nn.Module, Any]:
@@ -131,7 +124,7 @@ def _train(rank: int, wrap: Callable[[Model], tuple[nn.Module, Any]], odd: Step)
     model = Model()
     called, optimizer = wrap(model)
     for step in range(5):
-        x = _batch(step, rank)
+        x = batch(rank, step, 4, 5)
         optimizer.zero_grad()
         if step % 2:
             odd(model, called, x)
@@ -144,7 +137,7 @@ def _train(rank: int, wrap: Callable[[Model], tuple[nn.Module, Any]], odd: Step)
     device = current_device()
     assert device is not None
     assert device.unwaited() == []
-    called(_batch(0, rank))
+    called(batch(rank, 0, 4, 5))
     del model, called, optimizer
     gc.collect()
     assert device.unwaited() == []
@@ -157,7 +150,7 @@ def _alone(ranks: int) -> dict[str, torch.Tensor]:
     for step in range(0, 5, 2):
         optimizer.zero_grad()
         for rank in range(ranks):
-            (model(_batch(step, rank)).square().mean() / ranks).backward()
+            (model(batch(rank, step, 4, 5)).square().mean() / ranks).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -174,8 +167,8 @@ def _gives_up(rank: int, wrap: Callable[[Model], tuple[nn.Module, Any]]) -> None
     for _ in range(2):
         model = Model()
         called, _ = wrap(model)
-        called(_batch(0, rank)).square().mean().backward()
-        dies_in_backward(model, called, _batch(1, rank))
+        called(batch(rank, 0, 4, 5)).square().mean().backward()
+        dies_in_backward(model, called, batch(rank, 1, 4, 5))
         del model, called
         gc.collect()
 
@@ -189,9 +182,9 @@ def _saves_after_a_death(rank: int) -> None:
     model = Model()
     called, _ = by_fsdp(model)
     before = {name: value.clone() for name, value in called.state_dict().items()}
-    dies_in_backward(model, called, _batch(0, rank))
+    dies_in_backward(model, called, batch(rank, 0, 4, 5))
     torch.testing.assert_close(dict(called.state_dict()), before)
-    dies_in_forward(model, called, _batch(0, rank))
+    dies_in_forward(model, called, batch(rank, 0, 4, 5))
     with sharding_of(called).summon_full_params():
         for name, value in model.named_parameters():
             torch.testing.assert_close(

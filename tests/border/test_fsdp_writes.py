@@ -18,6 +18,7 @@ from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
+from tests.beside import batch
 from tests.border.strategies import needs_xla
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
@@ -188,10 +189,6 @@ def _slope(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return slope
 
 
-def _batch(rank: int, number: int) -> torch.Tensor:
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + number))
-
-
 def _penalty(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (_slope(model, b).norm(dim=1) - 1).square().mean() + model(a).mean()  # a forward between
 
@@ -238,9 +235,9 @@ def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 for r in range(world_size):
-                    (loss(models[0], _batch(r, step), _batch(r, step + 1)) / world_size).backward()
+                    (loss(models[0], batch(r, step, 4, 3), batch(r, step + 1, 4, 3)) / world_size).backward()
                 with watching():
-                    loss(models[1], _batch(rank, step), _batch(rank, step + 1)).backward()
+                    loss(models[1], batch(rank, step, 4, 3), batch(rank, step + 1, 4, 3)).backward()
                 for optimizer in optimizers:
                     optimizer.step()
             torch.testing.assert_close(dict(models[1].state_dict()), dict(models[0].state_dict()))
@@ -249,7 +246,7 @@ def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
 @on_ranks((2, "simulated"))
 def test_graphs_that_are_too_old_or_of_parameters(rank: int, world_size: int) -> None:
     for by in (FSDP, fully_shard):
-        model, x = _sharded(by), _batch(rank, 0)
+        model, x = _sharded(by), batch(rank, 0, 4, 3)
         words = rf"rank {rank}: a backward with create_graph=True that gives gradients of .* parameters"
         state = sharding_of(model)
         for context in (contextlib.nullcontext(), state.no_sync()):

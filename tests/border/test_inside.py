@@ -15,7 +15,7 @@ from torch import nn
 from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
 from tests.beside import reread, steps_beside
-from tests.border.strategies import GLOO, loss_of, make_model, wrapped
+from tests.border.strategies import GLOO, batch, loss_of, make_model, wrapped
 from tests.pools import on_ranks
 
 
@@ -75,10 +75,6 @@ def units(flatten: bool = True, nested: bool = True, **options: Any) -> FSDP:
     return FSDP(model, flatten=flatten, **options)
 
 
-def inputs(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 LAYOUTS = [(True, True), (True, False), (False, True), (False, False)]
 
 
@@ -98,7 +94,7 @@ def train(
         for m in (model, truth)
     ]
     steps_beside(
-        rank, world, model, truth, lambda m, r, step: call(m, inputs(r, step)).pow(2).sum(), optimizers
+        rank, world, model, truth, lambda m, r, step: call(m, batch(r, step)).pow(2).sum(), optimizers
     )
 
 
@@ -107,13 +103,13 @@ def train(
 @on_ranks(1, 2, 3)
 def test_methods_through_the_wrapper(rank: int, world_size: int, nested: bool, flatten: bool) -> None:
     model, truth = units(flatten, nested), plain()
-    torch.testing.assert_close(model.generate(inputs(rank)), truth.generate(inputs(rank)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.generate(batch(rank)), truth.generate(batch(rank)), rtol=0, atol=1e-6)
     train(model, truth, rank, world_size, lambda m, x: m.encode(x))
     assert gap(model, truth) <= 1e-6
     train(model, truth, rank, world_size, lambda m, x: m(x))  # and forward after that
     assert gap(model, truth) <= 1e-6
     torch.testing.assert_close(
-        model.generate(inputs(0), steps=2), truth.generate(inputs(0), steps=2), rtol=0, atol=1e-6
+        model.generate(batch(0), steps=2), truth.generate(batch(0), steps=2), rtol=0, atol=1e-6
     )
     saved = model.saved()
     assert list(saved) == list(truth.state_dict())
@@ -136,9 +132,9 @@ def test_a_method_that_raises(rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ZeroDivisionError):
-            twin(inputs(rank))
+            twin(batch(rank))
     hook.remove()
-    torch.testing.assert_close(twin(inputs(rank)), plain()(inputs(rank)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(twin(batch(rank)), plain()(batch(rank)), rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ asked themselves
@@ -216,7 +212,7 @@ def test_state_dicts_of_modules_inside_are_refused(rank: int, world_size: int, f
 @on_ranks(2)
 def test_dtype_in_forward_is_that_of_compute(rank: int) -> None:
     model = units(precision=PrecisionPolicy(compute=torch.bfloat16))
-    assert model(inputs(rank)).dtype == torch.bfloat16
+    assert model(batch(rank)).dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------ containers
@@ -273,7 +269,7 @@ def test_copies_keep_their_groups_and_pickles_do_not(rank: int) -> None:
     for step in range(2):
         for m, batches in ((twin, [rank]), (truth, [rank])):
             m.zero_grad()
-            torch.stack([m(inputs(r, step)).pow(2).sum() for r in batches]).mean().backward()
+            torch.stack([m(batch(r, step)).pow(2).sum() for r in batches]).mean().backward()
             torch.optim.SGD(m.parameters(), lr=0.1).step()
     assert gap(twin, truth) <= 1e-6
     file = pickle.dumps(model)

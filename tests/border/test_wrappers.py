@@ -29,7 +29,7 @@ from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
 from tests.beside import train_beside
-from tests.border.strategies import needs_xla
+from tests.border.strategies import batch, needs_xla
 from tests.pools import on_ranks
 
 
@@ -148,11 +148,6 @@ def test_a_refused_wrapper_leaves_the_shards_alone(rank: int) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def inputs(rank: int, step: int) -> torch.Tensor:
-    """A rank's batch."""
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 @on_ranks(2, 3)
 def test_ddp_that_ignores_the_shards_takes_the_rest(rank: int) -> None:
     """DDP averages the first layer, FSDP the last: names that DDP is told to ignore are nobody else's business."""
@@ -162,7 +157,7 @@ def test_ddp_that_ignores_the_shards_takes_the_rest(rank: int) -> None:
     names = [n for path, m in last.named_modules(prefix="2") for n, _ in m.named_parameters(path, False)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     wrapped = DistributedDataParallel(model)
-    train_beside(rank, world, wrapped, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum())
+    train_beside(rank, world, wrapped, truth, lambda m, r, step: m(batch(r, step)).pow(2).sum())
 
 
 def _last(model: FSDP) -> Any:
@@ -222,11 +217,11 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
     truth.append(nn.Linear(5, 3))
     torch.manual_seed(1)
     model.module.append(FSDP(nn.Linear(5, 3)))
-    train_beside(rank, 2, model, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+    train_beside(rank, 2, model, truth, lambda m, r, step: m(batch(r, step)).pow(2).sum(), steps=range(2))
     hooked, truth = FullyShardedDataParallel(plain()), plain()
     for hooks in (hooked.module, truth):
         hooks.register_forward_hook(lambda module, args, outputs: outputs * 2)
-    train_beside(rank, 2, hooked, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+    train_beside(rank, 2, hooked, truth, lambda m, r, step: m(batch(r, step)).pow(2).sum(), steps=range(2))
     doors: list[Any] = [partial(FSDP, flatten=False), fully_shard, partial(fully_shard, dtensors=True)]
     for door in doors:
         truth = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
@@ -235,7 +230,7 @@ def test_what_may_be_put_into_a_wrapped_module(rank: int) -> None:
         names = [name for name, _ in tied.named_parameters()]
         tied[2].weight = tied[0].weight
         assert [name for name, _ in tied.to("cpu").named_parameters()] == names
-        train_beside(rank, 2, tied, truth, lambda m, r, step: m(inputs(r, step)).pow(2).sum(), steps=range(2))
+        train_beside(rank, 2, tied, truth, lambda m, r, step: m(batch(r, step)).pow(2).sum(), steps=range(2))
 
 
 class Named(nn.Module):

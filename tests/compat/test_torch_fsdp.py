@@ -32,6 +32,7 @@ from shardkit.torch_fsdp import (
     wrap,
 )
 from shardkit.torch_fsdp.sharded_grad_scaler import ShardedGradScaler
+from tests.border.strategies import batch
 from tests.compat.torch_fsdp_programs import (
     CPU,
     FSDP,
@@ -39,7 +40,6 @@ from tests.compat.torch_fsdp_programs import (
     TORCHS,
     Net,
     adam,
-    batch,
     loss_of,
     net,
     one_process,

@@ -15,6 +15,7 @@ from shardkit.torch_fsdp import (
     OptimStateKeyType,
     wrap,
 )
+from tests.border.strategies import batch
 
 FSDP = ours.FullyShardedDataParallel
 TORCHS = theirs.FullyShardedDataParallel
@@ -45,11 +46,6 @@ def net() -> Net:
         made.norm.running_mean.fill_(0.25)
         made.norm.running_var.fill_(0.5)
     return made
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    """[6, 5]"""
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:

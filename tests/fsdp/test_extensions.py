@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 import shardkit
 from shardkit import fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from tests.beside import batch
 from tests.pools import on_ranks
 
 aten = torch.ops.aten
@@ -138,10 +139,6 @@ class Net(nn.Module):
         return self.head(self.layers(x))
 
 
-def _batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def _plain(model: nn.Module) -> dict[str, torch.Tensor]:
     locals_ = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
     return {n: (t._data if isinstance(t, Wrapping) else t).detach() for n, t in locals_.items()}
@@ -154,7 +151,7 @@ def _trained(by: Any, rank: int, kind: Any, hidden: int, policy: Any, mesh: Any)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
     for step in range(3):
         optimizer.zero_grad()
-        loss = model(_batch(step, rank)).square().mean()
+        loss = model(batch(rank, step)).square().mean()
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -188,7 +185,7 @@ def _metadata(rank: int) -> None:
     model.head.register_forward_pre_hook(lambda m, _: seen.append((type(m.weight), m.weight.quant_state)))
     fully_shard(model, dtensors=True)
     for _ in range(2):
-        model(_batch(0, rank)).sum().backward()
+        model(batch(rank, 0)).sum().backward()
     assert seen == [(Codes, ("nf4", 0.5))] * 2
 
 
@@ -202,18 +199,18 @@ def _in_other_ways(rank: int, ranks: int = 2) -> None:
         for layer in one.layers[::2]:
             layer.weight.copy_(layer.weight.bfloat16())
     with sharding_of(model).no_sync():
-        model(_batch(0, rank)).sum().backward()
-    model(_batch(1, rank)).sum().backward()
+        model(batch(rank, 0)).sum().backward()
+    model(batch(rank, 1)).sum().backward()
     for step in range(2):
         for part in range(ranks):
-            (one(_batch(step, part)).sum() / ranks).backward()
+            (one(batch(part, step)).sum() / ranks).backward()
     for p, q in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
     again = fully_shard(Net(InHalf), dtensors=True)
     for p in again.parameters():
         nn.init.zeros_(p.to_local())  # type: ignore[attr-defined]
     again.load_state_dict(model.state_dict())
-    torch.testing.assert_close(again(_batch(0, rank)), one(_batch(0, rank)))
+    torch.testing.assert_close(again(batch(rank, 0)), one(batch(rank, 0)))
     with sharding_of(again).summon_full_params():
         torch.testing.assert_close(again.layers[0].weight.detach(), one.layers[0].weight.detach())
     with (
@@ -221,19 +218,19 @@ def _in_other_ways(rank: int, ranks: int = 2) -> None:
         sharding_of(again).summon_full_params(),
     ):
         again.layers[0].weight.detach().zero_()
-    torch.testing.assert_close(again(_batch(0, rank)), one(_batch(0, rank)))
+    torch.testing.assert_close(again(batch(rank, 0)), one(batch(rank, 0)))
     with torch.device("meta"):
         empty = fully_shard(Net(InHalf), dtensors=True)
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    torch.testing.assert_close(empty(_batch(0, rank)), one(_batch(0, rank)))
+    torch.testing.assert_close(empty(batch(rank, 0)), one(batch(rank, 0)))
 
 
 def _refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=r"'layers\.0\.weight' is a InHalf"):
         fully_shard(Net(InHalf))
     with pytest.raises(RankMismatchError, match="fsdp_pre_all_gather"):
-        fully_shard(Net(Unpadded, 7), dtensors=True)(_batch(0, rank))
+        fully_shard(Net(Unpadded, 7), dtensors=True)(batch(rank, 0))
     with pytest.raises(ConfigurationError, match="offloading is for plain parameters"):
         fully_shard(Net(InHalf), dtensors=True, offload=shardkit.OffloadPolicy(parameters=True))
     with pytest.raises(ConfigurationError, match=r"'layers\.0\.weight', a InHalf, .* have no names"):
@@ -265,7 +262,7 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
     by_row = importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()
     torchao.quantize_(model, by_row, lambda _, name: name == "3")
     model[3].requires_grad_(False)
-    one, x = copy.deepcopy(model), _batch(0, 0)
+    one, x = copy.deepcopy(model), batch(0, 0)
     one[1].forward = lambda x: nf4.linear_nf4(x, one[1].weight)
     one(x).sum().backward()
     fully_shard(model, dtensors=True)
@@ -293,7 +290,7 @@ def test_training_beside_fsdp2(rank: int) -> None:
     model = _beside(rank, InHalf, 8, MixedPrecisionPolicy(), mesh)
     seen = []
     model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(m.weight))
-    model(_batch(0, rank)).sum().backward()
+    model(batch(rank, 0)).sum().backward()
     with pytest.raises(LifecycleError, match=r"layers\.0\.weight"):
         seen[0] + 1
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)

@@ -52,9 +52,9 @@ class Net(nn.Module):
         return out
 
 
-def _loss(model: nn.Module, seed: int) -> torch.Tensor:
+def _loss(model: nn.Module, seed: int, *others: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)).square().mean()
+    return model(torch.randn(3, WIDTH, generator=generator, dtype=dtype), *others).square().mean()
 
 
 def _sharded(way: str, make: Callable[[], Any] = Net) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -167,11 +167,6 @@ def test_drawn_steps_on_simulated_ranks() -> None:
         rank_pool(2 + seed % 7, "simulated").run(_drawn_steps, seed)
 
 
-def _loss32(model: nn.Module, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
-
-
 def _scaled(rank: int, way: str) -> None:
     """A loss scale, clipping, an overflow on one rank; an optimizer that needs whole matrices, or replicas."""
     plain, kind, options = Net().float(), torch.optim.Adafactor, dict[str, Any]()
@@ -193,12 +188,12 @@ def _scaled(rank: int, way: str) -> None:
         overflows = step == 2
         with shardkit.uneven(model, once=step == 1):
             for k in range(per_rank[rank]):
-                loss = _loss32(model, 100 * step + 10 * k + rank)
+                loss = _loss(model, 100 * step + 10 * k + rank, dtype=torch.float32)
                 scaler.scale(loss * math.inf if overflows and k else loss).backward()
         numbers = per_rank[: 4 if way == "hybrid" else 2]
         for r, n in enumerate(numbers):
             for k in range(n):
-                (_loss32(plain, 100 * step + 10 * k + r) / sum(numbers)).backward()
+                (_loss(plain, 100 * step + 10 * k + r, dtype=torch.float32) / sum(numbers)).backward()
         scaler.scale(torch.zeros(())) if step == 0 else None
         scaler.unscale_(optimizer)
         sharding_of(model).clip_grad_norm_(0.5)
@@ -752,25 +747,20 @@ class Two(nn.Module):
         return self.layers[k](x)  # type: ignore[no-any-return]
 
 
-def _loss_of(model: nn.Module, k: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64), k).square().mean()
-
-
 @on_ranks(2)
 def test_gradients_from_before_stay_means(rank: int) -> None:
     """The block gives the first layer nothing; a backward after it adds to what was reduced before."""
     model, truth = Two(), Two()
     optimizer = shardkit.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
     wrapped = ShardedDDP(model, optimizer)
-    _loss_of(wrapped, 0, rank).backward()
+    _loss(wrapped, rank, 0).backward()
     with shardkit.uneven(wrapped):
         if rank:
-            _loss_of(wrapped, 1, 2).backward()
-    _loss_of(wrapped, 0, 3 + rank).backward()
+            _loss(wrapped, 2, 1).backward()
+    _loss(wrapped, 3 + rank, 0).backward()
     optimizer.step()
     for seed in (0, 1, 3, 4):
-        (_loss_of(truth, 0, seed) / 2).backward()
-    _loss_of(truth, 1, 2).backward()
+        (_loss(truth, seed, 0) / 2).backward()
+    _loss(truth, 2, 1).backward()
     torch.optim.SGD(truth.parameters(), lr=0.1).step()
     assert_same(wrapped, truth, rtol=1e-12, atol=1e-12)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard, hybrid_groups
 from shardkit.training.out_of_memory import Shaped, forget_frames, is_out_of_memory
+from tests.beside import batch
 from tests.pools import on_ranks, rank_pool
 
 UNITS = 4
@@ -62,10 +63,10 @@ STEPS = FIRST + 2 * len(PLACES)
 
 
 # ------------------------------------------------------------------ by what
-def by_fsdp(model: Model) -> Made:
+def by_fsdp(model: Model, **options: Any) -> Made:
     for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block)
-    wrapped = FSDP(model)
+        model.blocks[k] = FSDP(block, **options)
+    wrapped = FSDP(model, **options)
     return wrapped, torch.optim.Adam(wrapped.parameters(), lr=0.1)
 
 
@@ -77,10 +78,7 @@ def in_place(model: Model) -> Made:
 
 def by_hybrid(model: Model) -> Made:
     group, replicas = hybrid_groups(2)
-    for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block, group=group, replicas=replicas)
-    wrapped = FSDP(model, group=group, replicas=replicas)
-    return wrapped, torch.optim.Adam(wrapped.parameters(), lr=0.1)
+    return by_fsdp(model, group=group, replicas=replicas)
 
 
 def by_sharded_ddp(model: Model) -> Made:
@@ -99,10 +97,6 @@ DOORS: dict[str, Callable[[Model], Made]] = {
 }
 
 
-def _batch(step: int, rank: int, width: int = 5) -> torch.Tensor:
-    return torch.randn(6, width, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def _trained(
     rank: int, door: str, places: dict[tuple[int, int], tuple[str, int]], without: set[int], micro: int
 ) -> tuple[dict[str, torch.Tensor], list[tuple[bool, int | None]]]:
@@ -119,7 +113,7 @@ def _trained(
                 last = part == micro - 1
                 model.place = places.get((step, rank)) if last else None
                 with contextlib.nullcontext() if last else wrapped.no_sync():
-                    outputs = wrapped(_batch(step + 100 * part, rank))
+                    outputs = wrapped(batch(rank, step + 100 * part, 6, 5))
                     kept.append(outputs)  # as those do who look at them after an epoch
                     model.loss(outputs).backward()
         told.append((skip.skipped, skip.rank))
@@ -175,7 +169,7 @@ def _too_early(rank: int) -> None:
     skip = shardkit.SkipOutOfMemory(wrapped)
     model.place = ("forward", 2) if rank else None
     with skip:
-        wrapped(_batch(0, rank)).square().mean().backward()
+        wrapped(batch(rank, 0, 6, 5)).square().mean().backward()
 
 
 def test_before_steps_are_known_the_error_is_raised() -> None:
@@ -196,7 +190,7 @@ def _train(
                 model.place = None
                 if step >= FIRST:
                     inside(rank, model, optimizer)
-                wrapped(_batch(step, rank, width)).square().mean().backward()
+                wrapped(batch(rank, step, 6, width)).square().mean().backward()
             if not skip.skipped:
                 optimizer.step()
             optimizer.zero_grad()
@@ -300,10 +294,10 @@ def _costs(rank: int, width: int) -> tuple[int, int]:
     for step in range(4):
         first = sum(g.issued for g in (group, *group.channels()))
         if step == 2:
-            wrapped(_batch(step, rank, width)).square().mean().backward()
+            wrapped(batch(rank, step, 6, width)).square().mean().backward()
         else:
             with skip:
-                wrapped(_batch(step, rank, width)).square().mean().backward()
+                wrapped(batch(rank, step, 6, width)).square().mean().backward()
         counts.append(sum(g.issued for g in (group, *group.channels())) - first)
     assert [set(vars(g)) for g in channels] == before
     return counts[3] - counts[2], len(skip._calls.calls)
@@ -344,7 +338,7 @@ def _frees_first(rank: int) -> list[bool]:
     with _Looking(alive) as looking:
         for step in range(FIRST + 1):
             with skip:
-                wrapped(_batch(step, rank)).sum().backward()
+                wrapped(batch(rank, step, 6, 5)).sum().backward()
     assert skip.rank == 0
     return looking.seen
 
@@ -362,7 +356,7 @@ def test_reductions_of_complex_numbers(rank: int) -> None:
     skip = shardkit.SkipOutOfMemory(model)
     for step in range(FIRST + 2):
         with skip:
-            outputs = model(_batch(step, rank).to(torch.complex64))
+            outputs = model(batch(rank, step, 6, 5).to(torch.complex64))
             if step == FIRST and rank == 1:
                 raise MemoryError
             outputs.abs().sum().backward()

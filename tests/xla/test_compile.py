@@ -11,6 +11,7 @@ from torch import nn
 
 import shardkit
 from shardkit.backend import get_backend
+from tests.beside import batch
 from tests.pools import on_ranks, rank_pool
 
 pytest.importorskip("torch_xla")
@@ -38,17 +39,13 @@ def _model() -> Net:
     return Net()
 
 
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def _alone() -> list[list[float]]:
     """Losses of all ranks' batches, step by step, in one process that compiles nothing."""
     model, found = _model(), []
     optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses = [model(_batch(rank, step)).square().mean() for rank in range(WORLD)]
+        losses = [model(batch(rank, step, 3, 4)).square().mean() for rank in range(WORLD)]
         torch.stack(losses).mean().backward()
         optimizer.step()
         found.append([loss.item() for loss in losses])
@@ -91,7 +88,7 @@ def _train(rank: int, kind: str) -> tuple[list[float], int]:
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(_batch(rank, step).to(torch_xla.device())).square().mean()
+        loss = model(batch(rank, step, 3, 4).to(torch_xla.device())).square().mean()
         loss.backward()
         optimizer.step()
         torch_xla.sync()
@@ -142,7 +139,7 @@ def test_collectives_are_between_graphs(rank: int) -> None:
         parts = xm.all_gather(total * (rank + 1), dim=0)
         return xm.reduce_scatter(xm.REDUCE_SUM, parts.tanh(), 1.0, 0, WORLD) + total
 
-    x = [_batch(r, 0) for r in range(WORLD)]
+    x = [batch(r, 0, 3, 4) for r in range(WORLD)]
     total = sum(2 * each for each in x) + 1
     parts = torch.cat([total * (r + 1) for r in range(WORLD)]).tanh()
     wanted = WORLD * parts.chunk(WORLD)[rank] + total

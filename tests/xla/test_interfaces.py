@@ -22,6 +22,7 @@ from shardkit.xla.parallel_loader import MpDeviceLoader
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from tests.backends.environments import environments
 from tests.pools import on_ranks, rank_pool
+from tests.xla.models import batch
 
 EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
 
@@ -40,10 +41,6 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), Residual(7), Residual(7), nn.Linear(7, 3))
 
 
-def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def trained_alone(
     ranks: list[int], make: Any, steps: int = 2, max_norm: float | None = None
 ) -> dict[str, torch.Tensor]:
@@ -51,7 +48,7 @@ def trained_alone(
     optimizer = make(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
-        model(torch.cat([_batch(r, step) for r in ranks])).square().mean().backward()
+        model(torch.cat([batch(r, step) for r in ranks])).square().mean().backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -71,7 +68,7 @@ def train(model: Any, rank: int, steps: int = 2, max_norm: float | None = None) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(_batch(rank, step).to(xm.xla_device())).square().mean().backward()
+        model(batch(rank, step).to(xm.xla_device())).square().mean().backward()
         if max_norm is not None:
             model.clip_grad_norm_(max_norm)
         optimizer.step()
@@ -211,7 +208,7 @@ def test_zero_norm_counts_each_gradient_once(rank: int) -> None:
             model.parameters(), Undecided, sharding_groups=sharding, grad_norm_groups=norms, lr=0.0
         )
         optimizer.zero_grad()
-        model(_batch(0, 0).to(device)).square().mean().backward()
+        model(batch(0, 0).to(device)).square().mean().backward()
         gradients = [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         xm.mark_step()
