@@ -14,7 +14,7 @@ from torch import nn
 
 from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
-from tests.beside import reread, steps_beside
+from tests.beside import assert_same, reread, steps_beside
 from tests.border.strategies import GLOO, batch, loss_of, make_model, wrapped
 from tests.pools import on_ranks
 
@@ -78,13 +78,6 @@ def units(flatten: bool = True, nested: bool = True, **options: Any) -> FSDP:
 LAYOUTS = [(True, True), (True, False), (False, True), (False, False)]
 
 
-def gap(model: nn.Module, truth: nn.Module) -> float:
-    """Largest difference between full state dicts; names have to agree."""
-    mine, values = model.state_dict(), truth.state_dict()
-    assert list(mine) == list(values)
-    return max(float((mine[n] - v).abs().max()) for n, v in values.items())
-
-
 def train(
     model: nn.Module, truth: nn.Module, rank: int, world: int, call: Callable[..., torch.Tensor]
 ) -> None:
@@ -105,9 +98,9 @@ def test_methods_through_the_wrapper(rank: int, world_size: int, nested: bool, f
     model, truth = units(flatten, nested), plain()
     torch.testing.assert_close(model.generate(batch(rank)), truth.generate(batch(rank)), rtol=0, atol=1e-6)
     train(model, truth, rank, world_size, lambda m, x: m.encode(x))
-    assert gap(model, truth) <= 1e-6
+    assert_same(model, truth, rtol=0, atol=1e-6)
     train(model, truth, rank, world_size, lambda m, x: m(x))  # and forward after that
-    assert gap(model, truth) <= 1e-6
+    assert_same(model, truth, rtol=0, atol=1e-6)
     torch.testing.assert_close(
         model.generate(batch(0), steps=2), truth.generate(batch(0), steps=2), rtol=0, atol=1e-6
     )
@@ -125,7 +118,7 @@ def test_a_method_that_raises(rank: int) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.encode(torch.ones(2, 4))
     train(model, truth, rank, 2, lambda m, x: m.encode(x))
-    assert gap(model, truth) <= 1e-6
+    assert_same(model, truth, rtol=0, atol=1e-6)
     assert model.generate.__name__ == "generate"
     twin = fully_shard(plain())
     hook = twin.register_forward_pre_hook(lambda *_: 1 // 0, prepend=True)  # before the unit's own
@@ -162,7 +155,7 @@ def test_modules_inside_list_what_they_were_written_with(rank: int) -> None:
             first = next(iter(twin.module.head.parameters()))
             assert first is twin.module.head.weight
             assert [n for n, _ in twin.module.named_parameters()] == names
-            assert gap(twin, truth) == 0
+            assert_same(twin, truth, rtol=0, atol=0)
         with model.summon_full_params():
             alone = copy.deepcopy(inner.head)
         assert next(alone.parameters()) is alone.weight
@@ -181,7 +174,7 @@ def test_freezing_through_modules_inside(rank: int, world_size: int, how: str) -
             for name, p in m.named_parameters():
                 p.requires_grad = not name.startswith(("head", "blocks.0"))
     train(model, truth, rank, world_size, lambda m, x: m(x))
-    assert gap(model, truth) <= 1e-6
+    assert_same(model, truth, rtol=0, atol=1e-6)
     torch.testing.assert_close(model.module.head.bias.requires_grad, False)
 
 
@@ -206,7 +199,7 @@ def test_state_dicts_of_modules_inside_are_refused(rank: int, world_size: int, f
     model.load_local_state_dict(model.local_state_dict())
     around = nn.Sequential(model)
     around.load_state_dict({f"0.{n}": v for n, v in values.items()})
-    assert gap(model, truth) == 0
+    assert_same(model, truth, rtol=0, atol=0)
 
 
 @on_ranks(2)
@@ -271,7 +264,7 @@ def test_copies_keep_their_groups_and_pickles_do_not(rank: int) -> None:
             m.zero_grad()
             torch.stack([m(batch(r, step)).pow(2).sum() for r in batches]).mean().backward()
             torch.optim.SGD(m.parameters(), lr=0.1).step()
-    assert gap(twin, truth) <= 1e-6
+    assert_same(twin, truth, rtol=0, atol=1e-6)
     file = pickle.dumps(model)
     with pytest.raises(ConfigurationError, match="a shard of 1 and is loaded by 2 ranks"):
         pickle.loads(file)
@@ -280,7 +273,7 @@ def test_copies_keep_their_groups_and_pickles_do_not(rank: int) -> None:
         pickle.dumps(hybrid)
     twin, truth = copy.deepcopy(hybrid), plain()
     train(twin, truth, rank, 2, lambda m, x: m(x))
-    assert gap(twin, truth) <= 1e-6
+    assert_same(twin, truth, rtol=0, atol=1e-6)
 
 
 # ------------ Gradients, dtypes and files of a module inside of a unit: its values and gradients are

@@ -16,7 +16,8 @@ from torch import nn
 
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.errors import ConfigurationError, LifecycleError
-from tests.beside import steps_beside
+from tests.beside import batch, steps_beside
+from tests.border.test_wrappers import plain, units
 from tests.pools import on_ranks
 
 for library in ("transformers", "peft", "accelerate"):
@@ -185,21 +186,6 @@ def test_adapters_of_wrapped_models(
 
 
 # ------------------------------------------------------------------------------------ accelerate
-def regressor() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
-
-
-def units() -> FSDP:
-    model = regressor()
-    model[2] = FSDP(model[2])
-    return FSDP(model)
-
-
-def inputs(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 class Environment:
     """What a launcher sets; libraries read it."""
 
@@ -237,11 +223,11 @@ def _accelerator(**options: Any) -> Any:
 def _trainees(strategy: str, accelerator: Any) -> tuple[Any, Any]:
     """Model and optimizer, prepared."""
     if strategy == "sharded_ddp":
-        inner = regressor()
+        inner = plain()
         optimizer: torch.optim.Optimizer = OSS(inner.parameters(), torch.optim.AdamW, lr=0.1)
         model: nn.Module = ShardedDDP(inner, optimizer)  # type: ignore[arg-type]
     else:
-        model = fully_shard(regressor()) if strategy == "in_place" else units()
+        model = fully_shard(plain()) if strategy == "in_place" else units()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     assert prepared is model
@@ -250,7 +236,7 @@ def _trainees(strategy: str, accelerator: Any) -> tuple[Any, Any]:
 
 def _all_inputs(world: int) -> torch.utils.data.TensorDataset:
     """8 batches a rank, so that the prepared loader gives rank r batches r, r + world, ..."""
-    return torch.utils.data.TensorDataset(torch.cat([inputs(k, 0) for k in range(8 * world)]))
+    return torch.utils.data.TensorDataset(torch.cat([batch(k, 0, 4, 5) for k in range(8 * world)]))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp"])
@@ -261,13 +247,15 @@ def test_accelerate(rank: int, world_size: int, strategy: str, port: int, tmp_pa
         accelerator = _accelerator(gradient_accumulation_steps=2)
         model, optimizer = _trainees(strategy, accelerator)
         loader = accelerator.prepare(torch.utils.data.DataLoader(_all_inputs(world_size), batch_size=4))
-        truth = regressor()
-        plain = torch.optim.AdamW(truth.parameters(), lr=0.1)
+        truth = plain()
+        truth_optimizer = torch.optim.AdamW(truth.parameters(), lr=0.1)
         for k, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = model(x).pow(2).sum()
                 accelerator.backward(loss)
-                losses = [truth(inputs(k * world_size + r, 0)).pow(2).sum() / 2 for r in range(world_size)]
+                losses = [
+                    truth(batch(k * world_size + r, 0, 4, 5)).pow(2).sum() / 2 for r in range(world_size)
+                ]
                 torch.stack(losses).mean().backward()
                 expected = torch.stack(losses).detach().mean() * 2
                 found = accelerator.gather_for_metrics(loss.detach()).mean()
@@ -276,8 +264,8 @@ def test_accelerate(rank: int, world_size: int, strategy: str, port: int, tmp_pa
                     norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     expected = nn.utils.clip_grad_norm_(truth.parameters(), 0.5)
                     torch.testing.assert_close(torch.as_tensor(norm), expected, rtol=1e-4, atol=1e-5)
-                    plain.step()
-                    plain.zero_grad()
+                    truth_optimizer.step()
+                    truth_optimizer.zero_grad()
                 optimizer.step()
                 optimizer.zero_grad()
             if k == 3:
@@ -293,7 +281,7 @@ def test_accelerate(rank: int, world_size: int, strategy: str, port: int, tmp_pa
         accelerator.load_state(str(tmp_path))
         found = {n.removeprefix(prefix): v for n, v in model.state_dict().items()}
         assert gap(found, saved) <= 1e-5
-        accelerator.backward(model(inputs(rank, 1)).pow(2).sum())
+        accelerator.backward(model(batch(rank, 1, 4, 5)).pow(2).sum())
         if strategy == "sharded_ddp" or world_size == 1:
             optimizer.step()
         else:  # the file has rank 0's shards only
@@ -312,8 +300,8 @@ def test_accelerate_with_mixed_precision(rank: int, port: int) -> None:
                 _trainees(strategy, accelerator)
         model = accelerator.prepare_model(units(), evaluation_mode=True)
         with torch.autocast("cpu", torch.bfloat16):
-            expected = regressor()(inputs(rank, 0))
-        mine = model(inputs(rank, 0))
+            expected = plain()(batch(rank, 0, 4, 5))
+        mine = model(batch(rank, 0, 4, 5))
         assert expected.dtype == torch.bfloat16
         assert torch.equal(mine, expected.float())
         _accelerator()

@@ -52,15 +52,6 @@ class Convolution(nn.Module):
         return x + self.norm(self.conv(x.unsqueeze(1))).mean(1)
 
 
-class BatchNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x: torch.Tensor, route: int) -> torch.Tensor:
-        return self.norm(x)
-
-
 class RunningMean(nn.Module):
     """Training itself depends on buffers: one floating, one counter, one that state dicts leave out."""
 
@@ -203,7 +194,7 @@ LEAVES: dict[str, Callable[[int], nn.Module]] = {
     "odd": Odd,
     "empty": Empty,
     "conv": Convolution,
-    "batch_norm": BatchNorm,
+    "batch_norm": lambda d: Plain(nn.BatchNorm1d(d)),
     "running_mean": RunningMean,
     "embedding": lambda d: Embedded(d, sparse=False),
     "sparse": lambda d: Embedded(d, sparse=True),
