@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,22 +31,14 @@ from torch._C._distributed_c10d import Store
 
 from shardkit.errors import LifecycleError
 
-
 # ------------------------------------------------------------ in a forked process
-class EndsAtFork(Protocol):
-    """Belongs to the process that made it."""
-
-    def left_behind(self) -> None:
-        """Notes that this process was forked from that one."""
-
-
-_mine: weakref.WeakSet[EndsAtFork] = weakref.WeakSet()
+_mine: weakref.WeakSet[Any] = weakref.WeakSet()  # what belongs to this process
 # torch's process groups that were there at the fork, and the parent's rank
 _of_parent: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def belongs_here(what: EndsAtFork) -> None:
-    """Lets it hear of it where this process is a fork."""
+def belongs_here(what: object) -> None:
+    """Calls its ``left_behind()`` in each process that is forked from this one."""
     _mine.add(what)
 
 
@@ -93,12 +85,6 @@ Connected: TypeAlias = "torch._C._distributed_c10d.Backend"
 _EXIT_SECONDS = 1.0
 # gloo gives up by itself later than shardkit, whose message says more.
 _SLACK = datetime.timedelta(seconds=20)
-
-
-class EndsAtExit(Protocol):
-    """Lets go of its process group before Python ends."""
-
-    process_group: object
 
 
 def timeout_of(process_group: dist.ProcessGroup, device_type: str) -> datetime.timedelta:
@@ -166,12 +152,12 @@ DESTROYED = Refusing(
 
 # Every process group in use, and what uses it.
 _process_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-_users: weakref.WeakSet[EndsAtExit] = weakref.WeakSet()
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 _broken = False
 
 
-def register(process_group: dist.ProcessGroup, user: EndsAtExit | None) -> None:
-    """Remembers a process group for the end; ``user`` lets go of it at exit."""
+def register(process_group: dist.ProcessGroup, user: object) -> None:
+    """Remembers a process group for the end; its ``user``, if not None, lets go of it at exit."""
     _process_groups.add(process_group)
     if user is not None:
         _users.add(user)

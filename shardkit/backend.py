@@ -643,14 +643,13 @@ _current: list[Callable[[], Backend | None]] = []
 def _load(name: str) -> Backend:
     if name in _BUILT_IN:
         return _named(_BUILT_IN[name])()  # type: ignore[no-any-return]
-    for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS):
-        if entry.name == name:
-            return entry.load()()  # type: ignore[no-any-return]
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=_ENTRY_POINTS)}
+    if name in entries:
+        return entries[name].load()()  # type: ignore[no-any-return]
     backend: Backend | None = _named(_OF_TORCH)(name)
     if backend is not None:
         return backend
-    others = sorted({e.name for e in importlib.metadata.entry_points(group=_ENTRY_POINTS)} - set(_BUILT_IN))
-    known = ", ".join([*_BUILT_IN, *others])
+    known = ", ".join([*_BUILT_IN, *sorted(entries.keys() - _BUILT_IN.keys())])
     raise BackendError(
         f"no backend named {name!r}; there are: {known}. A device that torch.accelerator knows "
         f"({torch.accelerator.current_accelerator() or 'none here'}) is one too, once a package has registered its "
@@ -687,22 +686,14 @@ def backend_for(tensors: Iterable[Tensor], name: str | Backend | None = None) ->
         BackendError: tensors of a device type that no backend serves.
     """
     device = next((t.device for t in tensors), torch.device("cpu"))
-    chosen = _chosen(device.type, name)
+    chosen = get_backend(name) if isinstance(name, str) else name
+    for backend in (provider() for provider in _current if chosen is None):
+        if backend is not None and device.type in (backend.device_type, "meta"):
+            chosen = backend
+    chosen = chosen or backend_for_device(device.type)
     if device.index is not None and device.type == chosen.device_type:
         chosen.settle(device)
     return chosen
-
-
-def _chosen(device_type: str, name: str | Backend | None) -> Backend:
-    if isinstance(name, str):
-        return get_backend(name)
-    if name is not None:
-        return name
-    for provider in _current:
-        backend = provider()
-        if backend is not None and device_type in (backend.device_type, "meta"):
-            return backend
-    return backend_for_device(device_type)
 
 
 def backend_of_job(name: str | Backend | None = None) -> Backend:

@@ -6,42 +6,28 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Unfinished(Protocol):
-    """Something that has a beginning and an end on all ranks.
-
-    Attributes:
-        thread: identifier of the one that began it last.
-    """
-
-    thread: int
-
-    def unfinished(self, in_backward: bool) -> str:
-        """Names what was begun and has not ended; "" for nothing.
-
-        Args:
-            in_backward: autograd runs now, so that a backward in progress is no sign of anything.
-        """
-        ...
+_all: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a beginning and an end on all ranks
 
 
-_all: weakref.WeakSet[Unfinished] = weakref.WeakSet()
-
-
-def observe(what: Unfinished) -> None:
-    """Lets it be asked from now on, from any thread, as long as it lives."""
+def observe(what: object) -> None:
+    """Lets it be asked, as long as it lives, for its ``thread``, and for what is ``unfinished(in_backward)``."""
     _all.add(what)
 
 
 def unfinished(in_backward: bool) -> str:
-    """Returns the first thing that has not ended; "" if there is none."""
+    """Names the first thing that was begun and has not ended; "" if there is none.
+
+    Args:
+        in_backward: autograd runs now, so that a backward in progress is no sign of anything.
+    """
     for what in list(_all):
-        text = what.unfinished(in_backward)
+        text: str = what.unfinished(in_backward)
         if text:
             return text
     return ""

@@ -434,11 +434,6 @@ def reduce_scatter(outputs: Tensors, inputs: Sequence[Tensors], op: str) -> None
     _fill(outputs, _around_the_ring(flat, op))
 
 
-def gather(outputs: Sequence[Tensors], inputs: Tensors, root: int) -> None:
-    for piece, source in zip(outputs[root], inputs, strict=True):
-        piece.copy_(source.reshape(piece.shape))
-
-
 def scatter(outputs: Tensors, inputs: Sequence[Tensors], root: int) -> None:
     for output, piece in zip(outputs, inputs[root], strict=True):
         output.copy_(piece.reshape(output.shape))

@@ -197,12 +197,13 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
     def gather(
         self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None
     ) -> ThreadWork:
-        own, root = _listed(input_tensors), _root(opts)
-        pieces = _behind(output_tensors[0]) if output_tensors else []
-        brought = pieces, _behind(own)[0]
-        return self._issue(
-            "gather", own, (f"to {root}",), brought, compute.of_pairs(compute.gather, root), pieces
+        own, lists = _listed(input_tensors), [_behind(pieces) for pieces in output_tensors]  # on one rank
+        brought, finish, terms = (
+            (lists, _behind(own)),
+            compute.of_pairs(compute.all_gather),
+            (f"to {_root(opts)}",),
         )
+        return self._issue("gather", own, terms, brought, finish, lists[0] if lists else ())
 
     # ------------------------------------------------------------ a part for each rank
     def reduce_scatter(

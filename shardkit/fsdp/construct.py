@@ -33,6 +33,7 @@ from ..checks import (
     numbers_of,
     option_facts,
     proposed_run_id,
+    refuse_lazy,
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError
 from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
@@ -40,7 +41,7 @@ from ..layout import ShardLayout
 from ..optimizers.shards import are_registered, listing_of
 from ..policy import Compression
 from ..reduction.compression import check_compressible
-from ..reduction.ordered import check_order, refuse_other, refuse_replicas
+from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
 from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
 from ..torch_seams.tensors import memory_of, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
@@ -64,7 +65,7 @@ from .originals import (
 )
 from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
-from .store import Mirrored, Stored, own_shard, put_together
+from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import Unit
 
@@ -175,7 +176,7 @@ class Found:
     Attributes:
         state: the module's.
         modules: those that hold it, with their paths.
-        below: the outermost units below.
+        below: the outermost units below, with their paths.
         originals: parameters of its own, once each, with all places.
         devices: of these.
         borrowed: places of parameters that other units manage, or are about to.
@@ -188,7 +189,7 @@ class Found:
     def __init__(self, state: ShardingState) -> None:
         self.state = state
         self.modules: list[tuple[str, nn.Module]] = []
-        self.below: list[ShardingState] = []
+        self.below: list[tuple[str, ShardingState]] = []
         self.originals: list[OriginalParameter] = []
         self.devices = set[torch.device]()
         self.borrowed: list[tuple[nn.Parameter, Place]] = []
@@ -215,7 +216,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
         for path, m in modules_outside_units(mate.module, "", mate.door, mate.ignored.modules, found.below):
             if homes.setdefault(m, mate.home) == mate.home:
                 found.modules.append((path, m))
-    for below in found.below:
+    for _, below in found.below:
         _make_room(state, below)
     ignored = set(map(id, state.ignored.parameters))
     by_param: dict[int, OriginalParameter] = {}
@@ -323,15 +324,9 @@ def agree(units: Sequence[Found]) -> None:
     for group, ours in by_group.items():
         digests = _digests(ours)
         aside = proposed_run_id(), digests, _lacking(ours)
-        told = check_same_everywhere(group, _facts(ours), _WHAT, aside)
-        originals = [original for found in ours for original in found.originals]
-        lazy = [repr(original.name) for original in originals if original.is_lazy]
-        if lazy:
-            raise ConfigurationError(
-                f"rank {group.rank}: {', '.join(lazy)} of the wrapped module have no shape before "
-                "its first forward (lazy modules); run one forward on example inputs, alike on all ranks, then "
-                "wrap it"
-            )
+        facts = _facts(ours)
+        told = check_same_everywhere(group, facts, _WHAT, aside)
+        refuse_lazy(facts, "FSDP")
         refused = _await_values(ours, [theirs for _, _, theirs in told])
         if refused and not by_replicas:
             raise ConfigurationError(refused)
@@ -739,23 +734,9 @@ def _listed(
         for place in places:
             hide(place, original.param)
             register(place, shard)
-    options = state.options
-    are_masters = options.precision.masters and _has_masters(originals[0])
+    are_masters = state.options.precision.masters and _has_masters(originals[0])
     computed = originals[0].param.dtype if are_masters else None
-    return FlatParam(
-        originals,
-        shard,
-        places,
-        found.cut_over,
-        layout,
-        state.group,
-        options.precision.compute or computed,
-        options.device,
-        state.post_forward_mesh,
-        options.precision.compression,
-        Mirrored if options.offload.masters else None,
-        options.reshard.sends_changes,
-    )
+    return FlatParam(originals, shard, places, found.cut_over, layout, state, computed)
 
 
 def _borrow(found: Found) -> list[FlatParam]:
@@ -805,17 +786,8 @@ def report_padding(layouts: Sequence[tuple[Sequence[str], ShardLayout]]) -> None
 def announce(root: nn.Module, units: int, parameters: int, group: Group, order: str) -> None:
     """Writes one line about what was wrapped, for the log."""
     held = sum(p.numel() * p.element_size() for p in root.parameters())
-    logger.info(
-        "rank %d: %s of %d units, %d parameters in shards of %d bytes a rank; backend %s, world size %d%s",
-        group.rank,
-        type(root).__name__,
-        units,
-        parameters,
-        held,
-        group.backend.name,
-        group.world_size,
-        order,
-    )
+    what = f"{type(root).__name__} of {units} units, {parameters} parameters in shards of {held} bytes a rank"
+    logger.info(announced(what, group, order))
 
 
 # ------------------------------------------------------------ states that were copied, and other groups

@@ -41,7 +41,7 @@ from ..errors import LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..layout import Listed, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
-from ..policy import Compression, ReducePolicy
+from ..policy import ReducePolicy
 from ..reduction.shard_gradients import RowlessGradient, ShardGradient, StandingGradient, mark_dtensor
 from ..torch_seams.dtensors import (
     as_parameter,
@@ -71,11 +71,13 @@ from .originals import (
     unregister,
 )
 from .own_forms import ExtendedParameter, no_values
-from .store import FULL, KEPT, RELEASED, SUMMONED, Store, set_versions, store_for
+from .store import FULL, KEPT, RELEASED, SUMMONED, Mirrored, Store, set_versions, store_for
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from .state import ShardingState
 
 _AS_IT_IS, _name_of = ReducePolicy(), attrgetter("name")
 
@@ -624,17 +626,17 @@ class FlatParam:
         places: where that is; none where original parameters are listed one by one.
         mesh: over which these are listed as DTensors, if they are.
         layout: where original parameters and shards lie.
-        group: ranks that share it.
-        compute_dtype: dtype while gathered; None for the shard's own.
-        compute_device: device while gathered; None for the shard's own.
-        post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
-        compression: of what is gathered.
-        offloaded: the store where the shard is on the host; None for that of the device's shards.
-        sends_changes: of what ranks have received before, only what has changed since is gathered.
+        state: of the module: its groups and options.
+        own_dtype: while gathered, where options name none; None for the shard's own.
 
     Attributes:
         names: path of each in the unit's module.
         left_out: homes and names of parameters that others have taken the place of.
+        group: ranks that share it.
+        post_forward_mesh: ranks, this one among them, that can keep the values between them after forward.
+        compression: of what is gathered.
+        offloaded: the store where the shard is on the host; None for that of the device's shards.
+        sends_changes: of what ranks have received before, only what has changed since is gathered.
         compute_dtype: of what is gathered; complex numbers and integers stay what they are.
         compute_device: of the original parameters while gathered.
         is_whole: this rank's shard has all values, as they are computed with.
@@ -676,14 +678,10 @@ class FlatParam:
         places: Sequence[Place],
         mesh: DeviceMesh | None,
         layout: ShardLayout,
-        group: Group,
-        compute_dtype: torch.dtype | None,
-        compute_device: torch.device | None,
-        post_forward_mesh: Group | None = None,
-        compression: Compression | None = None,
-        offloaded: type[Store] | None = None,
-        sends_changes: bool = False,
+        state: ShardingState,
+        own_dtype: torch.dtype | None,
     ) -> None:
+        options = state.options
         self.originals = list(originals)
         self.names = list(map(_name_of, originals))
         self.places = list(places)
@@ -692,20 +690,18 @@ class FlatParam:
         self.trainable: list[bool] = []
         self.trains = self.lists_dtensors = self.keeps_on_host = False
         self.reduce = _AS_IT_IS
-        self.group = group
-        self.layout = layout
+        self.group, self.layout = state.group, layout
         self.label, self.paths = "", [""]
         self.ranges: Ranges = UNNAMED
         self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
         self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-        self.post_forward_mesh = post_forward_mesh
+        self.post_forward_mesh = state.post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
-        self.chosen_dtype = compute_dtype
-        self._compute_device = compute_device
-        self.compression = compression
-        self.offloaded, self.sends_changes = offloaded, sends_changes
+        self.chosen_dtype, self._compute_device = options.precision.compute or own_dtype, options.device
+        self.compression, self.sends_changes = options.precision.compression, options.reshard.sends_changes
+        self.offloaded = Mirrored if options.offload.masters else None
         if not places:
             self.shards = RegisteredShards(self, shard, mesh)
             self.listings, self.lists_dtensors = self.shards.each, self.shards.are_dtensors

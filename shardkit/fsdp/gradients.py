@@ -736,24 +736,17 @@ class LocalGradients:
             self.drop()
 
 
-class StepCheck(Protocol):
-    """Knows whether gradients wait for something that comes before a step."""
-
-    def are_waiting(self) -> bool:
-        """Whether they do."""
-
-    def check_step(self, stepped: set[int]) -> None:
-        """Raises LifecycleError if those of parameters with any of these ids do."""
-
-
 class RefuseSteps:
-    """Takes part in steps while gradients wait for a reduction, or for other micro-batches."""
+    """Takes part in steps while gradients wait for a reduction, or for other micro-batches.
+
+    What is noted tells whether they ``are_waiting()``, and its ``check_step(ids)`` raises if those of parameters do.
+    """
 
     def __init__(self) -> None:
-        self._waiting: weakref.WeakSet[StepCheck] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[Tree] = weakref.WeakSet()
         self._lock = threading.Lock()  # ranks may be threads of one process
 
-    def note(self, local: StepCheck) -> None:
+    def note(self, local: object) -> None:
         """Notes that its gradients may wait."""
         take_part(self, refuses=True)
         with self._lock:

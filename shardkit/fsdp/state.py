@@ -345,17 +345,7 @@ def state_of(module: nn.Module) -> ShardingState | None:
 def named_units(module: nn.Module) -> list[tuple[str, ShardingState]]:
     """Lists the units at and below a module with the paths of their doors, the outermost first."""
     found: list[tuple[str, ShardingState]] = []
-    seen, waiting = set[nn.Module](), [("", module)]
-    while waiting:
-        path, m = waiting.pop()
-        if m in seen:
-            continue
-        seen.add(m)
-        if id(m) in _states and (state := state_of(m)) is not None:
-            found.append((path, state))
-        for name, child in reversed(m._modules.items()):
-            if child is not None:
-                waiting.append((f"{path}.{name}" if path else name, child))
+    modules_outside_units(module, below=found, is_further=True)
     return found
 
 
@@ -373,12 +363,14 @@ def modules_outside_units(
     prefix: str = "",
     door: nn.Module | None = None,
     without: Collection[nn.Module] = (),
-    below: list[ShardingState] | None = None,
+    below: list[tuple[str, ShardingState]] | None = None,
+    is_further: bool = False,
 ) -> list[tuple[str, nn.Module]]:
     """Lists ``named_modules`` of a module, without those at and below doors other than this one, and some others.
 
     Args:
-        below: gets the states of these doors.
+        below: gets the paths and states of these doors.
+        is_further: it goes on below these.
     """
     found: list[tuple[str, nn.Module]] = []
     seen, waiting = set[nn.Module](without), [(prefix, module)]
@@ -389,8 +381,9 @@ def modules_outside_units(
         seen.add(m)
         if m is not door and id(m) in _states and (other := state_of(m)) is not None:
             if below is not None:
-                below.append(other)
-            continue
+                below.append((path, other))
+            if not is_further:
+                continue
         found.append((path, m))
         for name, child in reversed(m._modules.items()):
             if child is not None:

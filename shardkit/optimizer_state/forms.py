@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ..backend import Group
 from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
+from ..optimizers.shards import options_of
 from ..torch_seams.dtensors import is_cut, whole
 from ..types import ParamGroup, SavedState, StateDict, Tree
 from .kinds import StateKind, to_cpu
@@ -290,7 +291,7 @@ def _options_of(names: Sequence[str], group_of: Mapping[str, ParamGroup]) -> Par
         )
     found: list[ParamGroup] = []
     for name in names:
-        options = {k: v for k, v in group_of[name].items() if k not in ("params", "param_names")}
+        options = options_of(group_of[name])
         if options not in found:
             found.append(options)
     if len(found) > 1:

@@ -14,6 +14,7 @@ import torch
 from ..backend import Group
 from ..checks import all_gather_facts
 from ..errors import ConfigurationError, RankMismatchError
+from ..optimizers.shards import options_of
 from ..torch_seams.tensors import INTEGERS
 from ..types import SavedState, StateDict, Tree
 
@@ -112,6 +113,14 @@ def check_state(
                 )
 
 
+def check_form(state_dict: object) -> None:
+    """Raises ConfigurationError for what is no state dict of an optimizer."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        raise ConfigurationError(
+            "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it"
+        )
+
+
 def check_same_state(group: Group, state_dict: StateDict, problem: ConfigurationError | None) -> None:
     """Raises on all ranks what is wrong on one (collective).
 
@@ -152,8 +161,7 @@ def _fingerprints(state_dict: StateDict) -> dict[str, str]:
     found = {}
     position = 0
     for index, group in enumerate(state_dict["param_groups"]):
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        found[f"group {index}"] = _digest(options)
+        found[f"group {index}"] = _digest(options_of(group))
         for param in group["params"]:
             state = state_dict["state"].get(param)
             if state:

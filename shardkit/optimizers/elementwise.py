@@ -33,11 +33,7 @@ KNOWN = (
     optim.RMSprop,
     optim.Rprop,
 )
-_COUPLED = tuple(
-    getattr(optim, name)
-    for name in ("LBFGS", "Adafactor", "Muon")
-    if hasattr(optim, name)  # Muon: torch 2.9
-)
+_COUPLED = (optim.LBFGS, optim.Adafactor, optim.Muon)
 _declared: set[type] = set()
 
 
@@ -66,6 +62,7 @@ def names_of_elementwise() -> str:
     return ", ".join([c.__name__ for c in KNOWN] + sorted(c.__name__ for c in _declared))
 
 
+Cut = Callable[[torch.Tensor], list[torch.Tensor]]  # of a flat parameter
 Maker = Callable[[Sequence[torch.Tensor]], Optimizer]
 """Makes optimizers of one class with the same options over other parameters."""
 
@@ -101,18 +98,15 @@ def couples_parameters(optimizer: Optimizer, make: Maker | None = None) -> bool:
     if is_known_elementwise(kind) or kind.__module__.startswith("torch.optim"):
         return False
     make, (parts, _) = make or _maker(optimizer), _SMALL
-    shapes = [torch.Size(shape) for shape, _ in parts]
-    numels = [shape.numel() for shape in shapes]
-    start, gradients = _numbers(numels, [size for _, size in parts], torch.device("cpu"))
+    whole, start, gradients = _drawn(parts, torch.device("cpu"))
 
-    def some(which: range) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-        return lambda flat: [flat.split(numels)[k].view(shapes[k]) for k in which]
+    def only(k: int) -> Cut:
+        return lambda flat: whole(flat)[k : k + 1]
 
-    every = range(len(parts))
     try:
         with torch.random.fork_rng(devices=[]), as_written():
-            truth, again = (_stepped(make, some(every), start, gradients) for _ in range(2))
-            alone = torch.cat([_stepped(make, some(range(k, k + 1)), start, gradients) for k in every])
+            truth, again = (_stepped(make, whole, start, gradients) for _ in range(2))
+            alone = torch.cat([_stepped(make, only(k), start, gradients) for k in range(len(parts))])
     except _FAILURES:
         return False
     allowed = _TOLERANCE * (truth - start).abs().max().item()
@@ -167,14 +161,7 @@ def _maker(optimizer: Optimizer) -> Maker:
 
 def _compared(make: Maker, device: torch.device) -> Verdict:
     for parts, cut in (_SMALL, _LARGE):
-        shapes = [torch.Size(shape) for shape, _ in parts]
-        numels = [shape.numel() for shape in shapes]
-        start, gradients = _numbers(numels, [size for _, size in parts], device)
-
-        def whole(
-            flat: torch.Tensor, numels: list[int] = numels, shapes: list[torch.Size] = shapes
-        ) -> list[torch.Tensor]:
-            return [v.view(s) for v, s in zip(flat.split(numels), shapes, strict=True)]
+        whole, start, gradients = _drawn(parts, device)
 
         def shards(flat: torch.Tensor, cut: int = cut) -> list[torch.Tensor]:
             return [flat[:cut], flat[cut:]]
@@ -219,25 +206,24 @@ def _switch_to_training(optimizer: Optimizer) -> None:
         switch()
 
 
-def _numbers(
-    numels: Sequence[int], sizes: Sequence[float], device: torch.device
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Draws start values and the gradients of each step, [N]."""
-    generator = torch.Generator().manual_seed(0)
+def _drawn(
+    parts: Sequence[tuple[Sequence[int], float]], device: torch.device
+) -> tuple[Cut, torch.Tensor, list[torch.Tensor]]:
+    """Returns what cuts these parameters out of a flat one, start values [N], and the gradients of each step, [N]."""
+    shapes, generator = [torch.Size(shape) for shape, _ in parts], torch.Generator().manual_seed(0)
+    numels = [shape.numel() for shape in shapes]
+
+    def whole(flat: torch.Tensor) -> list[torch.Tensor]:
+        return [v.view(s) for v, s in zip(flat.split(numels), shapes, strict=True)]
 
     def draw() -> torch.Tensor:
-        rows = [torch.randn(n, generator=generator) * s for n, s in zip(numels, sizes, strict=True)]
+        rows = [torch.randn(n, generator=generator) * s for n, (_, s) in zip(numels, parts, strict=True)]
         return torch.cat(rows).to(device)
 
-    return draw(), [draw() for _ in range(_STEPS)]
+    return whole, draw(), [draw() for _ in range(_STEPS)]
 
 
-def _stepped(
-    make: Maker,
-    cut: Callable[[torch.Tensor], list[torch.Tensor]],
-    start: torch.Tensor,
-    gradients: Sequence[torch.Tensor],
-) -> torch.Tensor:
+def _stepped(make: Maker, cut: Cut, start: torch.Tensor, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the flat parameter [N] after some steps over what ``cut`` makes of it."""
     params = [torch.nn.Parameter(p.clone()) for p in cut(start)]
     optimizer = make(params)

@@ -20,7 +20,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -182,7 +182,23 @@ class InFlight(NamedTuple):
     had: list[bool] | None  # which gradients this rank had; None: all
 
 
-class Reducer:
+class ToOwners:
+    """Leaves means with owners alone, who have to tell them from gradients of their own."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = list(params)
+        self._is_mean = [False] * len(self._params)
+
+    def means(self) -> set[nn.Parameter]:
+        """Lists parameters whose gradient is a mean over ranks already."""
+        return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
+
+    def adopt_means(self, means: set[nn.Parameter]) -> None:
+        """Takes over what an earlier reducer had reduced."""
+        self._is_mean[:] = [p in means for p in self._params]
+
+
+class Reducer(ToOwners):
     """Reduces the gradients of parameters to their owners.
 
     Args:
@@ -205,13 +221,12 @@ class Reducer:
         reduced: type[torch.Tensor],
         may_send: Callable[[], bool] = lambda: True,
     ) -> None:
+        super().__init__(params)
         self._reduced, self._may_send = reduced, may_send
-        self._params = list(params)
         self._owned = [owner == group.rank for owner in owners]
         self._group = group
         self._world = group.world_size
         self._state = state
-        self._is_mean = [False] * len(self._params)
         self._fired = [False] * len(self._params)
         self._next = 0
         self._in_flight: InFlight | None = None
@@ -283,15 +298,6 @@ class Reducer:
                 self._send_ready()
 
         return after
-
-    def means(self) -> set[nn.Parameter]:
-        """Lists parameters whose gradient is a mean over ranks already."""
-        return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
-
-    def adopt_means(self, means: set[nn.Parameter]) -> None:
-        """Takes over what an earlier reducer had reduced."""
-        for i, p in enumerate(self._params):
-            self._is_mean[i] = p in means
 
     @property
     def has_sent(self) -> bool:
@@ -428,16 +434,8 @@ class Reducer:
 # ------------------------------------------------------------ the exchange of one module
 
 logger = logging.getLogger("shardkit")
-
-
-class GradientPart(Protocol):
-    """Reduces the gradients of some of the parameters at the end of backward."""
-
-    def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
-        """Yields for each parameter what to call before and after it gets a gradient."""
-
-    def finish(self) -> None:
-        """Leaves every gradient reduced, as backward is through."""
+# Reduces the gradients of some of the parameters at the end of backward.
+GradientPart: TypeAlias = "SegmentReducer | EverywhereReducer | SparseReducer"
 
 
 class GradientExchange:
@@ -578,20 +576,17 @@ class GradientExchange:
         for p in self._watched:
             if not p.requires_grad:
                 p.grad = None  # a stale gradient would still move a frozen parameter
-        means = {p for part in self._to_owners() for p in part.means()}
+        means = {
+            p for part in (self._reducer, *self._parts) if isinstance(part, ToOwners) for p in part.means()
+        }
         self._build()
         self.adopt_means(means)
 
-    def _to_owners(self) -> Iterator[Reducer | SparseReducer]:
-        """Yields what leaves means with owners alone, who have to tell them from gradients of their own."""
-        for part in (self._reducer, *self._parts):
-            if isinstance(part, Reducer | SparseReducer):
-                yield part
-
     def adopt_means(self, params: set[nn.Parameter]) -> None:
         """Notes whose gradients, that came from elsewhere, are means over ranks already."""
-        for part in self._to_owners():
-            part.adopt_means(params | part.means())
+        for part in (self._reducer, *self._parts):
+            if isinstance(part, ToOwners):
+                part.adopt_means(params | part.means())
 
     def forget_errors(self) -> None:
         """Forgets what compression has left out so far."""
@@ -765,7 +760,7 @@ def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[No
             state.asked = False
 
 
-class SegmentReducer(GradientPart):
+class SegmentReducer:
     """Reduces a whole flat segment at the end of backward, in one operation that is the same on all ranks."""
 
     def __init__(
@@ -787,7 +782,7 @@ class SegmentReducer(GradientPart):
         self._segment.reduce_gradients(self._group, self._wire)
 
 
-class EverywhereReducer(GradientPart):
+class EverywhereReducer:
     """Parameters whose mean goes to every rank, as in plain data parallelism: those that no optimizer here owns, and
     those of optimizers that every rank runs whole.
 
@@ -833,26 +828,18 @@ def begin_only(state: BackwardState) -> GradientHook:
     return after
 
 
-class SparseReducer(GradientPart):
+class SparseReducer(ToOwners):
     """Sends each rank's rows to the owner, who averages them; done at the end of backward."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, state: BackwardState
     ) -> None:
-        self._params, self._owners, self._group, self._state = list(params), list(owners), group, state
-        self._mean = [False] * len(self._params)
+        super().__init__(params)
+        self._owners, self._group, self._state = list(owners), group, state
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         after = begin_only(self._state)
         return [(p, partial(self._make_local, i), after) for i, p in enumerate(self._params)]
-
-    def means(self) -> set[nn.Parameter]:
-        """Lists parameters whose gradient is a mean over ranks already."""
-        return {p for p, mean in zip(self._params, self._mean, strict=True) if mean and p.grad is not None}
-
-    def adopt_means(self, means: set[nn.Parameter]) -> None:
-        """Takes over what an earlier reducer had reduced."""
-        self._mean = [p in means for p in self._params]
 
     @not_compiled
     @torch.no_grad()
@@ -861,15 +848,15 @@ class SparseReducer(GradientPart):
         if self._state.asked:
             return
         grad = self._params[index].grad
-        if self._mean[index] and grad is not None:
+        if self._is_mean[index] and grad is not None:
             grad.mul_(self._group.world_size)
-        self._mean[index] = False
+        self._is_mean[index] = False
 
     @torch.no_grad()
     def finish(self) -> None:
         for i, p in enumerate(self._params):
             self._make_local(i)
-            self._mean[i] = self._reduce(p, self._owners[i])
+            self._is_mean[i] = self._reduce(p, self._owners[i])
 
     def _reduce(self, param: nn.Parameter, owner: int) -> bool:
         """Leaves the mean with the owner; whether this rank has it now."""

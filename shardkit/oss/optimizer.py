@@ -32,7 +32,7 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
-from ..optimizer_state.kinds import check_same_state, check_state, to_cpu
+from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu
 from ..optimizer_state.marking import current_request, is_called_by
 from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import (
@@ -710,11 +710,7 @@ def collect(
 
 def check_loadable(state_dict: StateDict, groups: list[ParamGroup]) -> None:
     """Raises ConfigurationError (a ValueError) unless the dict has the groups and parameters of this optimizer."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-        raise ConfigurationError(
-            "this is no optimizer state: expected a dict with 'state' and 'param_groups', as consolidate_state_dict() "
-            "and state_dict() give it"
-        )
+    check_form(state_dict)
     saved = [len(g["params"]) for g in state_dict["param_groups"]]
     mine = [len(g["params"]) for g in groups]
     if saved != mine:
@@ -820,6 +816,5 @@ def part_of_rank(state_dict: State, owners: Sequence[int], rank: int) -> State:
                 if saved in state_dict["state"]:
                     state[count] = state_dict["state"][saved]
                 count += 1
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**options, "params": indices})
+        groups.append({**options_of(group), "params": indices})
     return {"state": state, "param_groups": groups}

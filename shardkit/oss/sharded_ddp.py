@@ -26,7 +26,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..reduction.compression import check_compressible
-from ..reduction.ordered import check_order, order_in_words, refuse_local, refuse_other
+from ..reduction.ordered import announced, check_order, order_in_words, refuse_local, refuse_other
 from ..torch_seams.dtensors import group_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..tracing.tracer import note_model
@@ -139,17 +139,11 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         parameters = list(self.module.parameters())
         rank = self._group.rank
         owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
-        logger.info(
-            "rank %d: %s of %d parameters (%d bytes), %d bytes of them owned by this rank; backend %s, world size %d%s",
-            rank,
-            type(self).__name__,
-            len(parameters),
-            _bytes_of(parameters),
-            _bytes_of(owned),
-            self._backend.name,
-            self._group.world_size,
-            order_in_words(policy, self._group.world_size),
+        what = (
+            f"{type(self).__name__} of {len(parameters)} parameters ({_bytes_of(parameters)} bytes), "
+            f"{_bytes_of(owned)} bytes of them owned by this rank"
         )
+        logger.info(announced(what, self._group, order_in_words(policy, self._group.world_size)))
 
     @signed_as_wrapped
     def forward(self, *args: object, **kwargs: object) -> Tree:

@@ -42,6 +42,11 @@ def order_in_words(reduce: ReducePolicy, world_size: int) -> str:
     return f", sums over {count} micro-batches in a fixed order" if count else ""
 
 
+def announced(what: str, group: Group, order: str) -> str:
+    """Returns the line that logs have about what was wrapped."""
+    return f"rank {group.rank}: {what}; backend {group.backend.name}, world size {group.world_size}{order}"
+
+
 # ------------------------------------------------------------ what can't have one
 def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ConfigurationError for what depends on the number of ranks; alike on all ranks, since options are."""

@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,16 +66,6 @@ def after_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
-class BackwardWatcher(Protocol):
-    """Looks at gradients between the backwards of a step."""
-
-    def begin(self) -> None:
-        """Notes that a backward has begun, of which nothing has come yet."""
-
-    def end(self) -> None:
-        """Notes that its gradients are where the optimizer will find them, or kept for a reduction."""
-
-
 class BackwardState:
     """Knows what hooks ask at every gradient.
 
@@ -93,7 +83,8 @@ class BackwardState:
         before: those that this backward has come to before.
         began: when the first forward did that this backward may go through, among those of all modules.
         ended: when the last one did.
-        watcher: is told where each begins and has ended.
+        watcher: its ``begin()`` is called where each begins, and ``end()`` when gradients are where the optimizer will
+            find them, or kept for a reduction.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -105,7 +96,7 @@ class BackwardState:
         self.unreduced = self.asked = False
         self.is_due = False
         self.raised = ""
-        self.watcher: BackwardWatcher | None = None
+        self.watcher: Any = None
         self._on_end = on_end
         observe(self)
 
@@ -280,14 +271,12 @@ def inside_another_backward() -> bool:
 
     Autograd doesn't tell, but the Python stack does: this thread's, where device threads run nested backwards too.
     """
-    frame: FrameType | None = sys._getframe(1)
     started = False
-    while frame is not None:
+    for frame in callers():
         if frame.f_code is _RUN_BACKWARD:
             started = True
         elif started and frame.f_code is _RUN_NODE:
             return True
-        frame = frame.f_back
     return False
 
 
@@ -376,11 +365,10 @@ def surrounding_checkpoint() -> object:
             if isinstance(pack, FunctionType) and pack.__qualname__.startswith("_checkpoint_hook.")
             else None
         )
-    outermost, frame = None, sys._getframe(1)
-    while frame is not None:
+    outermost = None
+    for frame in callers():
         if frame.f_code.co_name == "forward" and _is_of_a_function(frame.f_code):
             outermost = frame
-        frame = frame.f_back  # type: ignore[assignment]
     return outermost
 
 

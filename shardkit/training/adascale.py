@@ -428,6 +428,7 @@ class AdaScale(Optimizer):
     Raises:
         ConfigurationError: a step would have one gradient only, so that nothing can differ; the group has another
             number of ranks; the parameters are FSDP's on XLA, or sharded over a part of the ranks without ``group``.
+        GradientOrderError: by its methods, but :meth:`gain`, where some of a step's backwards are missing.
     """
 
     def __init__(
@@ -560,9 +561,6 @@ class AdaScale(Optimizer):
 
         Arguments are those of the wrapped optimizer's ``step``. A closure's first evaluation comes before the gain is
         known, and so before the step begins.
-
-        Raises:
-            GradientOrderError: some of the step's backwards are missing.
         """
         args, kwargs = _evaluated_closure(args, kwargs)
         self._refuse_amid_step("step()")
@@ -577,11 +575,7 @@ class AdaScale(Optimizer):
                 group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients as the wrapped optimizer does; after a backward that raised, the step starts over.
-
-        Raises:
-            GradientOrderError: some of the step's backwards are missing.
-        """
+        """Clears the gradients as the wrapped optimizer does; after a backward that raised, the step starts over."""
         self._settle()
         if self._meter.was_interrupted:
             self._meter.reset()
@@ -592,7 +586,6 @@ class AdaScale(Optimizer):
         """Divides gradients of losses that were not divided; call it after the last backward of a step.
 
         Raises:
-            GradientOrderError: some of the step's backwards are missing.
             AdaScaleArgumentError: there is nothing to divide by.
         """
         self._refuse_amid_step("scale_grad_by_num_grads_to_accum()")
@@ -629,7 +622,6 @@ class AdaScale(Optimizer):
 
         Raises:
             AdaScaleArgumentError: below 1.
-            GradientOrderError: some of the step's backwards are missing.
         """
         self._refuse_amid_step("set_scale()")
         if not scale >= 1:
@@ -652,7 +644,6 @@ class AdaScale(Optimizer):
 
         Raises:
             AdaScaleArgumentError: a step would have one gradient only.
-            GradientOrderError: some of the step's backwards are missing.
         """
         self._refuse_amid_step("set_num_gradients_to_accumulate()")
         world_size = self._averaging.world_size
@@ -668,11 +659,7 @@ class AdaScale(Optimizer):
             self._smoothing = max(1.0 - count / 1000, 0.0)
 
     def add_param_group(self, pg: ParamGroup) -> None:
-        """Adds a param group; its averages start with its first step.
-
-        Raises:
-            GradientOrderError: some of the step's backwards are missing.
-        """
+        """Adds a param group; its averages start with its first step."""
         self._refuse_amid_step("add_param_group()")
         averages, before = self._averages, len(self.param_groups)
         self._optimizer.add_param_group(pg)
@@ -687,11 +674,7 @@ class AdaScale(Optimizer):
 
     # ---------------------------------------------------------------- state
     def state_dict(self) -> StateDict:  # type: ignore[override]
-        """Returns the wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G].
-
-        Raises:
-            GradientOrderError: some of the step's backwards are missing.
-        """
+        """Returns the wrapped optimizer's, with ``state["adascale"]``: name -> fp64 tensor [G]."""
         self._refuse_amid_step("state_dict()")
         averages = {name: values.clone() for name, values in self._averages.items()}
         found = self._optimizer.state_dict()
@@ -702,7 +685,6 @@ class AdaScale(Optimizer):
 
         Raises:
             ConfigurationError: its averages are of another number of groups.
-            GradientOrderError: some of the step's backwards are missing.
         """
         self._refuse_amid_step("load_state_dict()")
         averages = loaded(data, len(self.param_groups))

@@ -247,23 +247,6 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, None, None, *(x.grad for x in inputs))
 
 
-class _Run:
-    """A call of a module as a function of the tensors in its arguments."""
-
-    def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        self._call = call
-        self._arguments = take_tensors((args, kwargs), tensors)
-        self.output: Any = None
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        args, kwargs = put_tensors(self._arguments, tensors)
-        returned: list[torch.Tensor] = []
-        output = take_tensors(self._call(*args, **kwargs), returned)
-        if is_checkpointing():
-            self.output = output
-        return tuple(returned)
-
-
 def call_checkpointed(
     call: Callable[..., Any],
     args: tuple[Any, ...],
@@ -283,7 +266,16 @@ def call_checkpointed(
     if not torch.is_grad_enabled() or thread_local.is_checkpointing_disabled:
         return call(*args, **kwargs)
     tensors: list[torch.Tensor] = []
-    run = _Run(call, args, kwargs, tensors)
+    arguments, first = take_tensors((args, kwargs), tensors), list[Any]()  # what the first run returned
+
+    def run(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        args, kwargs = put_tensors(arguments, tensors)
+        returned: list[torch.Tensor] = []
+        output = take_tensors(call(*args, **kwargs), returned)
+        if is_checkpointing():
+            first.append(output)
+        return tuple(returned)
+
     attributes = (value for module in near.modules() for value in vars(module).values())
     # wrappers keep some parameters as plain attributes
     around = [*tensors, *near.parameters(), *(a for a in attributes if isinstance(a, torch.Tensor))]
@@ -291,8 +283,7 @@ def call_checkpointed(
         return call(*args, **kwargs)  # no activations would be kept
     anchor = torch.empty(0, requires_grad=True)
     outputs = CheckpointFunction.apply(anchor, run, offload_to_cpu, Surroundings(around), *tensors)
-    output, run.output = run.output, None
-    return put_tensors(output, outputs)
+    return put_tensors(first.pop(), outputs)
 
 
 class _CheckpointedForward:

@@ -87,7 +87,7 @@ def test_lazy_modules(rank: int, world_size: int, on_rank: int | None) -> None:
     x = batch(0, 1)[0]
     if on_rank == rank:
         model(x)
-    match = "no shape before its first forward" if on_rank is None else "no shape yet|differ|has"
+    match = "no shape before their module's first forward" if on_rank is None else "no shape yet|differ|has"
     with pytest.raises((ConfigurationError, RuntimeError), match=match):
         FSDP(model)
     if on_rank != rank:

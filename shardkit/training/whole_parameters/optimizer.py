@@ -30,7 +30,7 @@ from ...fsdp.flat_param import FlatParam
 from ...fsdp.optimizer_check import agree_on_cleared
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_size
-from ...optimizer_state.kinds import check_same_state, check_state, is_elementwise, to_cpu
+from ...optimizer_state.kinds import check_form, check_same_state, check_state, is_elementwise, to_cpu
 from ...optimizer_state.slots import Slot, Span
 from ...optimizers.elementwise import Maker, Verdict, couples_parameters, is_known_elementwise, judge
 from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
@@ -435,8 +435,7 @@ def _accepted_dimensions(build: OptimizerClass, options: Kwargs, dims: set[int])
 def _rule(build: OptimizerClass, options: Kwargs, members: Sequence[int], parts: Sequence[Part]) -> Rule:
     """Returns the rule; what its class needs is found out by trying it."""
     probe = _probe(build, options, len(parts[members[0]].shape))
-    group = {k: v for k, v in probe.param_groups[0].items() if k not in ("params", "param_names")}
-    kind = _kind(probe, lambda params: build(params, **options))
+    kind, group = _kind(probe, lambda params: build(params, **options)), options_of(probe.param_groups[0])
     return Rule(build, options, tuple(members), kind, group, dict(probe.defaults), _evaluates(probe))
 
 
@@ -1012,10 +1011,7 @@ def _by_name(
     state_dict: StateDict, groups: Sequence[ParamGroup]
 ) -> tuple[dict[str, StateDict], list[StateDict]]:
     """Returns state by the model's names, and the options of each group."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-        raise ConfigurationError(
-            "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it"
-        )
+    check_form(state_dict)
     loaded = state_dict["param_groups"]
     named = all("param_names" in g for g in loaded)
     names = [n for g in groups for n in g["param_names"]]
