@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_355  # of all source; to be lowered with each release
+LINES = 64_173  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_202,
-    "compat": 9_349,
-    "shardkit": 2_366,  # the files right there
-    "shardkit/checkpoint": 6_607,
+    "backends": 7_183,
+    "compat": 9_348,
+    "shardkit": 2_337,  # the files right there
+    "shardkit/checkpoint": 6_618,
     "shardkit/flattening": 836,
-    "shardkit/fsdp": 11_388,
+    "shardkit/fsdp": 11_340,
     "shardkit/integrations": 512,
     "shardkit/launching": 534,
     "shardkit/model_parallel": 1_494,
-    "shardkit/optimizer_state": 1_294,
-    "shardkit/optimizers": 554,
-    "shardkit/oss": 3_033,
+    "shardkit/optimizer_state": 1_287,
+    "shardkit/optimizers": 540,
+    "shardkit/oss": 3_006,
     "shardkit/pipeline": 1_484,
-    "shardkit/reduction": 1_561,
-    "shardkit/tools": 7_514,
-    "shardkit/torch_seams": 1_273,
+    "shardkit/reduction": 1_574,
+    "shardkit/tools": 7_513,
+    "shardkit/torch_seams": 1_247,
     "shardkit/tracing": 1_549,
-    "shardkit/training": 4_791,
-    "shardkit/wrapping": 1_014,
+    "shardkit/training": 4_774,
+    "shardkit/wrapping": 997,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

@@ -24,7 +24,7 @@ from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp import register_fsdp_forward_method
 from shardkit.fsdp.state import state_of
-from shardkit.torch_seams.dtensors import mesh_over
+from shardkit.torch_seams.tensors import mesh_over
 from shardkit.types import Tree
 
 from .served import Served

@@ -66,12 +66,11 @@ from shardkit.optimizer_state.forms import (
     gather_by_name,
     shard_by_name,
 )
-from shardkit.optimizer_state.slots import Slot
+from shardkit.optimizer_state.kinds import Slot
 from shardkit.oss import OSS
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.torch_seams.dtensors import cut_rows, is_cut, mesh_over, whole
 from shardkit.torch_seams.hooks import NO_BACKWARD
-from shardkit.torch_seams.tensors import move_buffers
+from shardkit.torch_seams.tensors import cut_rows, is_cut, mesh_over, move_buffers, whole
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, adapt_policy, wrap_tree

@@ -27,8 +27,8 @@ from ..errors import ConfigurationError, ShardkitError
 from ..fsdp.state_dict import Pieces
 from ..launching import write_at_once
 from ..layout import Box
-from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, of_dtensor, refuse_class, whole
-from ..torch_seams.dtensors import is_dtensor
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, of_dtensor, refuse_class, whole
+from ..torch_seams.tensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .files.writing import GuardedFile, write_atomically
 from .format.contents import (

@@ -30,13 +30,23 @@ from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import buffers_of, name_at, place_of, slot_of, written_parameters
 from ..layout import Piece
-from ..optimizer_state.kinds import to_cpu
+from ..optimizer_state.kinds import (
+    Fixed,
+    Leaf,
+    Ranks,
+    Slot,
+    Span,
+    of_dtensor,
+    piece_of,
+    refuse_class,
+    to_cpu,
+    whole,
+)
 from ..optimizer_state.marking import NOTE
-from ..optimizer_state.slots import Fixed, Leaf, Ranks, Slot, Span, of_dtensor, piece_of, refuse_class, whole
 from ..optimizers.shards import copy_options, given_way, options_of, shard_behind
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
-from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor
 from ..training.adascale import AdaScale
 from ..training.whole_parameters.exchange import Part
 from ..training.whole_parameters.optimizer import WholeParameters

@@ -42,8 +42,7 @@ from ..optimizers.shards import are_registered, listing_of
 from ..policy import Compression
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
-from ..torch_seams.dtensors import check_within, dimension_of, is_dtensor, mesh_over
-from ..torch_seams.tensors import memory_of, move_buffers
+from ..torch_seams.tensors import check_within, dimension_of, is_dtensor, memory_of, mesh_over, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .flat_param import FlatParam
 from .gradients import OWN

@@ -105,7 +105,7 @@ from ..torch_seams.hooks import (
     tensors_in,
     unnoted,
 )
-from ..wrapping.saved_on_host import Activations
+from ..wrapping.activations import Activations
 from .flat_param import FlatParam
 from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original

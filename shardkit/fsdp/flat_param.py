@@ -43,8 +43,10 @@ from ..layout import Listed, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..policy import ReducePolicy
 from ..reduction.shard_gradients import RowlessGradient, ShardGradient, StandingGradient, mark_dtensor
-from ..torch_seams.dtensors import (
+from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
+from ..torch_seams.tensors import (
     as_parameter,
+    as_plain,
     at_offset_0,
     dtensor_of,
     is_dtensor,
@@ -52,8 +54,6 @@ from ..torch_seams.dtensors import (
     of_dtensors,
     part_here,
 )
-from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward
-from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, Ranges
 from ..types import StateDict, Tree
 from .originals import (

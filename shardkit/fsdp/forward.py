@@ -37,7 +37,6 @@ from ..backend import callees_compiled, not_compiled
 from ..errors import LifecycleError
 from ..optimizers.shards import listing_of
 from ..reduction.ordered import order_in_words
-from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import (
     COMPILED_AUTOGRAD,
     NO_BACKWARD,
@@ -48,11 +47,12 @@ from ..torch_seams.hooks import (
     watch_halves,
     watch_outputs,
 )
+from ..torch_seams.tensors import local_of
 from ..tracing.ranges import Range
 from ..tracing.ranges import leave as leave_range
 from ..tracing.tracer import training_begins
 from ..types import AnyCallable, Args, Kwargs, StateDict, Tree
-from ..wrapping.saved_on_host import Activations, SavedInCall
+from ..wrapping.activations import Activations, SavedInCall
 from .construct import announce, name_flats, wake
 from .engine import (
     NO_THREAD,

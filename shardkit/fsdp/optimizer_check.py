@@ -53,7 +53,7 @@ from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_element
 from ..optimizer_state.marking import check_loaded, mark_state_dicts
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
-from ..torch_seams.dtensors import is_dtensor, like_dtensor
+from ..torch_seams.tensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by
 from .originals import managing, name_of_original

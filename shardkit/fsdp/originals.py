@@ -33,17 +33,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError, LifecycleError
-from ..torch_seams.dtensors import (
+from ..torch_seams.hooks import NO_BACKWARD, callers, current_backward
+from ..torch_seams.tensors import (
+    ALIKE,
+    FACTS,
+    SHAPE,
     Annotation,
     WholeMesh,
     as_parameter,
     is_dtensor,
     laid_out,
     like_dtensor,
+    name_of,
     without_data,
 )
-from ..torch_seams.hooks import NO_BACKWARD, callers, current_backward
-from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree
 
 if TYPE_CHECKING:

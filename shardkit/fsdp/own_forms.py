@@ -40,8 +40,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..layout import ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
-from ..torch_seams.dtensors import is_dtensor
-from ..torch_seams.tensors import contiguous_strides, parts_with_memory
+from ..torch_seams.tensors import contiguous_strides, is_dtensor, parts_with_memory
 from ..types import Tree
 from .originals import (
     GatheredParameter,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..flattening.wrapper import FlattenParamsWrapper
-    from ..torch_seams.dtensors import WholeMesh
+    from ..torch_seams.tensors import WholeMesh
 
 
 WRAPPED = "_fsdp_wrapped_module"

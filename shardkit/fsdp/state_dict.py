@@ -33,10 +33,10 @@ from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..layout import Box, ShardLayout, boxes_of_piece
 from ..optimizer_state.forms import Held, gather_by_index, shard_by_index
+from ..optimizer_state.kinds import Slot, Span
 from ..optimizer_state.marking import note_whole_states
-from ..optimizer_state.slots import Slot, Span
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
-from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered

@@ -67,8 +67,8 @@ from torch.utils.weak import TensorWeakRef
 from ..backend import DONE, Backend, Copy, Group, Work
 from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
-from ..torch_seams.dtensors import is_dtensor, local_of
 from ..torch_seams.hooks import GIVEN_BACK, NO_BACKWARD, current_backward
+from ..torch_seams.tensors import is_dtensor, local_of
 from ..types import AnyCallable, Tree
 from .originals import (
     OriginalParameter,

@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
-from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
 from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names

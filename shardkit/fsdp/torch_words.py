@@ -27,8 +27,8 @@ from ..errors import ConfigurationError
 from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
-from ..torch_seams.dtensors import WholeMesh
 from ..torch_seams.hooks import watch_halves
+from ..torch_seams.tensors import WholeMesh
 from ..types import AnyCallable, StateDict, Tree
 from .construct import wake
 from .forward import become_root, call_method, cast_inputs, run_gathered

@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from ..backend import Backend, callees_compiled
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, noting_errors
 from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.marking import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from ..progress import noting_errors
-from ..torch_seams.dtensors import shards_and_replicas_of
 from ..torch_seams.hooks import callers
+from ..torch_seams.tensors import shards_and_replicas_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake

@@ -8,7 +8,7 @@
 - by index, torch's: the ``state_dict()`` of the same optimizer over the same parameters in one process;
 - by name, that of torch's FSDP: ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``.
 
-FSDP's shards and OSS's segments are gathered by :func:`gather_states`, and cut by :meth:`~.slots.Slot.cut`.
+FSDP's shards and OSS's segments are gathered by :func:`gather_states`, and cut by :meth:`~.kinds.Slot.cut`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from ..backend import Group
 from ..checks import all_gather_facts_or_objects
 from ..errors import ConfigurationError
 from ..optimizers.shards import options_of
-from ..torch_seams.dtensors import is_cut, whole
+from ..torch_seams.tensors import is_cut, whole
 from ..types import ParamGroup, SavedState, StateDict, Tree
-from .kinds import StateKind, to_cpu
+from .kinds import Slot, StateKind, to_cpu
 from .marking import marked, note_shards, options_in
-from .slots import Slot
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 

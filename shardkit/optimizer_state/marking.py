@@ -27,9 +27,8 @@ from ..checks import problems_of_ranks
 from ..errors import ConfigurationError, ShardkitError
 from ..optimizers.elementwise import KNOWN
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
-from ..torch_seams.dtensors import local_of
 from ..torch_seams.hooks import callers
-from ..torch_seams.tensors import MarkedTensor, as_plain, stays_marked
+from ..torch_seams.tensors import MarkedTensor, as_plain, local_of, stays_marked
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, Memo, ParamGroup, SavedState, StateDict, Tree
 from .kinds import is_elementwise

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backend import Group, not_compiled
 from ..checks import all_gather_facts, in_words, option_facts
 from ..errors import ConfigurationError
-from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor
 from ..types import Args, Kwargs, ParamGroup, StateDict, Tree
 
 # What a registered parameter is listed for, by its id; both are held weakly by nobody else. Not by weak references to

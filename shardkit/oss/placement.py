@@ -34,8 +34,7 @@ from ..backend import Group, ReduceOp, Work, WorkThen, callees_compiled, not_com
 from ..errors import ConfigurationError
 from ..layout import SegmentLayout, alignment, segment_layout
 from ..optimizer_state.forms import gather_states
-from ..optimizer_state.kinds import PutAside, UsedMask, is_elementwise
-from ..optimizer_state.slots import Slot, Span
+from ..optimizer_state.kinds import PutAside, Slot, Span, UsedMask, is_elementwise
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..reduction.compression import ChangedParts
 from ..reduction.packing import JoinedPack, PackedForm

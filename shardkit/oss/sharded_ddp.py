@@ -22,12 +22,11 @@ from ..checks import (
     refuse_lazy,
     shape_fact,
 )
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, noting_errors
 from ..policy import ReducePolicy
-from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, order_in_words, refuse_local, refuse_other
-from ..torch_seams.dtensors import group_of
+from ..torch_seams.tensors import group_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
 from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree

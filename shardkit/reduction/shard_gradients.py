@@ -27,8 +27,16 @@ from torch.optim import Optimizer
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizers.shards import take_part
-from ..torch_seams.dtensors import is_dtensor, like_dtensor, local_of, of_dtensors
-from ..torch_seams.tensors import MarkedTensor, alike, as_plain, stays_marked
+from ..torch_seams.tensors import (
+    MarkedTensor,
+    alike,
+    as_plain,
+    is_dtensor,
+    like_dtensor,
+    local_of,
+    of_dtensors,
+    stays_marked,
+)
 from ..tracing import ranges
 from ..tracing.ranges import CLIP
 from ..types import AnyCallable, Args, Kwargs, Memo, StateDict, Tree

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
 from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..reduction.shard_gradients import check_whole
-from ..torch_seams.dtensors import group_of
-from ..torch_seams.tensors import alike
+from ..torch_seams.tensors import alike, group_of
 from ..tracing.ranges import CLIP
 from ..types import ProcessGroup, StateDict, Tree
 

@@ -24,7 +24,7 @@ from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..fsdp.optimizer_check import may_be_skipped
 from ..fsdp.state import state_of
 from ..oss.sharded_ddp import ShardedDDP
-from ..torch_seams.dtensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import name_of_torchs
 from ..types import Args, Kwargs, Tree
 from .adascale import measuring

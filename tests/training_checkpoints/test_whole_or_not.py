@@ -221,7 +221,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "PATIENCE", 0.2)
-    from shardkit.optimizer_state.slots import Ranks
+    from shardkit.optimizer_state.kinds import Ranks
 
     work = training.Save(str(tmp_path), Ranks(None, 0, (0, 1)), 1, None, copies=False)
     work.temporary = folders.begin(str(tmp_path), 1)

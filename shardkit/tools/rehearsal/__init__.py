@@ -62,8 +62,7 @@ from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 from shardkit.launching import variables_of_rank
 from shardkit.optimizers.shards import changed_by_steps, listing_of, take_part
 from shardkit.tools.verify import EXACT, Moment, Tensors, Trace, first_parting
-from shardkit.torch_seams.dtensors import local_of
-from shardkit.torch_seams.tensors import LiveTensors, as_plain, parts_with_memory
+from shardkit.torch_seams.tensors import LiveTensors, as_plain, local_of, parts_with_memory
 from shardkit.tracing.tables import counted, in_bytes
 from shardkit.types import Args, Framework, ProcessGroup, StateDict, Tree
 

@@ -25,16 +25,22 @@ from torch.optim import AdamW, Optimizer
 
 from ...backend import Group, ReduceOp
 from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
-from ...errors import ConfigurationError, LifecycleError
+from ...errors import ConfigurationError, LifecycleError, note_error, noting_errors
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.optimizer_check import agree_on_cleared
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_size
-from ...optimizer_state.kinds import check_form, check_same_state, check_state, is_elementwise, to_cpu
-from ...optimizer_state.slots import Slot, Span
+from ...optimizer_state.kinds import (
+    Slot,
+    Span,
+    check_form,
+    check_same_state,
+    check_state,
+    is_elementwise,
+    to_cpu,
+)
 from ...optimizers.elementwise import Maker, Verdict, couples_parameters, is_known_elementwise, judge
 from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
-from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import (
     Bringing,
