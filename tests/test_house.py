@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_173  # of all source; to be lowered with each release
+LINES = 64_164  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_183,
@@ -16,19 +16,19 @@ PARTS = {
     "shardkit": 2_337,  # the files right there
     "shardkit/checkpoint": 6_618,
     "shardkit/flattening": 836,
-    "shardkit/fsdp": 11_340,
+    "shardkit/fsdp": 11_348,
     "shardkit/integrations": 512,
     "shardkit/launching": 534,
     "shardkit/model_parallel": 1_494,
-    "shardkit/optimizer_state": 1_287,
-    "shardkit/optimizers": 540,
-    "shardkit/oss": 3_006,
+    "shardkit/optimizer_state": 1_269,
+    "shardkit/optimizers": 531,
+    "shardkit/oss": 3_007,
     "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_513,
     "shardkit/torch_seams": 1_247,
     "shardkit/tracing": 1_549,
-    "shardkit/training": 4_774,
+    "shardkit/training": 4_783,
     "shardkit/wrapping": 997,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -30,6 +30,7 @@ from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import buffers_of, name_at, place_of, slot_of, written_parameters
 from ..layout import Piece
+from ..optimizer_state.forms import NOTE
 from ..optimizer_state.kinds import (
     Fixed,
     Leaf,
@@ -42,7 +43,6 @@ from ..optimizer_state.kinds import (
     to_cpu,
     whole,
 )
-from ..optimizer_state.marking import NOTE
 from ..optimizers.shards import copy_options, given_way, options_of, shard_behind
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP

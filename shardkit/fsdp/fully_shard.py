@@ -18,7 +18,7 @@ from torch import nn
 from ..backend import Backend, backend_for, not_compiled
 from ..errors import ConfigurationError, LifecycleError, noting_errors
 from ..layout import Align, AlignedLayout, EachAlone, RowsLayout
-from ..optimizer_state.marking import check_request
+from ..optimizer_state.forms import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..torch_seams.tensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable

@@ -49,10 +49,20 @@ from torch.utils._pytree import tree_leaves
 
 from ..checks import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizer_state.forms import check_loaded, mark_state_dicts
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
-from ..optimizer_state.marking import check_loaded, mark_state_dicts
-from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
-from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
+from ..optimizers.shards import (
+    AgreedOptions,
+    Verdict,
+    copy_options,
+    group_facts,
+    is_known_elementwise,
+    judge,
+    listing_of,
+    names_of_elementwise,
+    shard_behind,
+    take_part,
+)
 from ..torch_seams.tensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from ..checks import facts_of_all, objects_of
 from ..errors import ConfigurationError, LifecycleError, RankFailedError, noting_errors
-from ..optimizer_state.forms import gather_by_id, shard_by_id
-from ..optimizer_state.marking import mark_shards
+from ..optimizer_state.forms import gather_by_id, mark_shards, shard_by_id
 from ..optimizers.shards import refuse_stand_ins
 from ..reduction.compression import Run, difference, mixed_sum
 from ..reduction.ordered import refuse_local

@@ -32,9 +32,8 @@ from ..checks import check_one_save, problems_of_ranks, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..layout import Box, ShardLayout, boxes_of_piece
-from ..optimizer_state.forms import Held, gather_by_index, shard_by_index
+from ..optimizer_state.forms import Held, gather_by_index, note_whole_states, shard_by_index
 from ..optimizer_state.kinds import Slot, Span
-from ..optimizer_state.marking import note_whole_states
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import versions_of

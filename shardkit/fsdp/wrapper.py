@@ -17,7 +17,7 @@ from ..backend import Backend, callees_compiled
 from ..errors import ConfigurationError, LifecycleError, noting_errors
 from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
-from ..optimizer_state.marking import check_request
+from ..optimizer_state.forms import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..torch_seams.hooks import callers

@@ -32,13 +32,14 @@ from ..checks import (
 )
 from ..errors import ConfigurationError, LifecycleError, ShardkitError, note_error, noting_errors
 from ..layout import balanced_owners, greedy_owners
+from ..optimizer_state.forms import current_request, is_called_by
 from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu
-from ..optimizer_state.marking import current_request, is_called_by
-from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import (
+    KNOWN,
     AgreedGradients,
     AgreedOptions,
     copy_options,
+    couples_parameters,
     group_facts,
     numbered,
     options_of,

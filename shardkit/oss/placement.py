@@ -35,7 +35,7 @@ from ..errors import ConfigurationError
 from ..layout import SegmentLayout, alignment, segment_layout
 from ..optimizer_state.forms import gather_states
 from ..optimizer_state.kinds import PutAside, Slot, Span, UsedMask, is_elementwise
-from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
+from ..optimizers.shards import is_known_elementwise, names_of_elementwise
 from ..reduction.compression import ChangedParts
 from ..reduction.packing import JoinedPack, PackedForm
 from ..reduction.shard_gradients import (
