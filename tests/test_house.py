@@ -22,13 +22,13 @@ PARTS = {
     "shardkit/model_parallel": 1_494,
     "shardkit/optimizer_state": 1_269,
     "shardkit/optimizers": 531,
-    "shardkit/oss": 3_007,
+    "shardkit/oss": 3_003,
     "shardkit/pipeline": 1_484,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_513,
     "shardkit/torch_seams": 1_247,
     "shardkit/tracing": 1_549,
-    "shardkit/training": 4_783,
+    "shardkit/training": 4_787,
     "shardkit/wrapping": 997,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

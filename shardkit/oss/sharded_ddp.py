@@ -93,7 +93,12 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     ) -> None:
         super().__init__()
         check_wrappable(module, type(self).__name__)
-        policy = _checked(reduce)
+        policy = reduce or ReducePolicy()
+        if policy.predivide is not None:
+            raise ConfigurationError(
+                f"predivide={policy.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
+                "they are summed, and everything else afterwards"
+            )
         optimizers = _sharded(optimizer, policy)
         check_one_device(module.parameters())
         self.module = module
@@ -101,6 +106,12 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         group = group_of(mesh, group)
         self._backend = backend_for(module.parameters(), backend)
         self._group = self._backend.group(group)
+        for o in optimizers:
+            if o._group.ranks != self._group.ranks:
+                raise ConfigurationError(
+                    f"ShardedDDP averages gradients over ranks {list(self._group.ranks)}, and its OSS gives parameters "
+                    f"owners among {list(o._group.ranks)}; pass the same group to both"
+                )
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
         facts = option_facts(
@@ -131,13 +142,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False
         note_model(module)
-        self._announce(policy)
-
-    def _announce(self, policy: ReducePolicy) -> None:
-        """Writes one line about what was wrapped, for the log."""
-        parameters = list(self.module.parameters())
-        rank = self._group.rank
-        owned = [p for o in self._sharded_optimizers for p in o._parameters() if o.owner_of(p) == rank]
+        parameters = list(module.parameters())
+        owned = [p for o in optimizers for p in o._parameters() if o.owner_of(p) == self._group.rank]
         what = (
             f"{type(self).__name__} of {len(parameters)} parameters ({_bytes_of(parameters)} bytes), "
             f"{_bytes_of(owned)} bytes of them owned by this rank"
@@ -262,16 +268,6 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
 
 
 note_wrapper(ShardedDDP)
-
-
-def _checked(reduce: ReducePolicy | None) -> ReducePolicy:
-    """Raises ConfigurationError for what is FSDP's."""
-    if reduce is not None and reduce.predivide is not None:
-        raise ConfigurationError(
-            f"predivide={reduce.predivide} is for FSDP; ShardedDDP divides halves by the number of ranks before "
-            "they are summed, and everything else afterwards"
-        )
-    return reduce or ReducePolicy()
 
 
 def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: ReducePolicy) -> list[OSS]:

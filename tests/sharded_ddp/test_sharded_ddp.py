@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.errors import LifecycleError, OutOfStepError
+from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError
 from shardkit.nn.data_parallel import ShardedDataParallel
 from tests.beside import SGD, assert_same, batch, mean_square, steps_beside
 from tests.fsdp_models import build
@@ -45,6 +45,25 @@ def test_reduce_by_hand(rank: int, world_size: int) -> None:
         oss.step()
         optimizer.step()
         assert_same(model, plain, f"rank {rank}, step {step}")
+
+
+@on_ranks(2, 3)
+def test_other_ranks_than_those_of_the_optimizer(rank: int, world_size: int) -> None:
+    """Refused: owners would be others than those who get the gradients."""
+    groups = [torch.distributed.new_group([r]) for r in range(world_size)]
+    inner = build(mlp)
+    alone = shardkit.OSS(inner.parameters(), torch.optim.SGD, group=groups[rank], lr=0.1)
+    with pytest.raises(ConfigurationError, match=rf"over ranks \[0, 1.*owners among \[{rank}\]"):
+        ShardedDataParallel(inner, alone)
+    plain = build(mlp)
+    model = ShardedDataParallel(
+        inner, alone, process_group=groups[rank]
+    )  # each rank trains a model of its own
+    optimizers = [alone, SGD(plain.parameters())]
+    steps_beside(0, 1, model, plain, mean_square, optimizers)
+    assert_same(inner, plain)
+    with pytest.raises(ConfigurationError, match="takes the model itself, and got a generator"):
+        shardkit.WholeParameters(inner.parameters(), torch.optim.SGD)
 
 
 @on_ranks(1, 2, 3)

@@ -543,6 +543,10 @@ class WholeParameters(Optimizer):
         cost: Cost = cost_of,
         **options: object,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(
+                f"WholeParameters takes the model itself, and got a {type(model).__name__}"
+            )
         self._parts = parts_of(model)
         rules = rules_for(self._parts, optimizer, dict(options), rest)
         replicas = [s.replicas for s in map(state_of, model.modules()) if s is not None]
