@@ -402,13 +402,13 @@ def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMes
 
     info = getattr(chosen, "mesh_info", None)  # ShardPlacementResult of torch 2.13
     said, chosen = chosen, chosen if info is None else getattr(chosen, "placement", None)
+    wrong = "Expected Shard"
     if chosen is None or isinstance(chosen, Shard):
         dim = 0 if chosen is None else chosen.dim + (param.dim() if chosen.dim < 0 else 0)
-        if (dim == 0 or 0 <= dim < param.dim()) and (info is None or info.mesh == mesh):
+        is_there = dim == 0 or 0 <= dim < param.dim()
+        if is_there and (info is None or info.mesh == mesh):
             return dim
-        wrong = f"Shard dim {dim} is invalid for {param.dim()}D tensor" if dim else "it has another mesh"
-    else:
-        wrong = "Expected Shard"
+        wrong = "it has another mesh" if is_there else f"Shard dim {dim} is invalid for {param.dim()}D tensor"
     raise ConfigurationError(
         f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: {wrong}. Parameters are cut along "
         "one of their dimensions, all of a call over the mesh that it is given; call fully_shard for a module whose "

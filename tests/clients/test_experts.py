@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.nn.functional as collectives
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from shardkit.errors import ConfigurationError
 from shardkit.torch_fsdp2 import fully_shard
 
 try:
@@ -168,3 +170,7 @@ def test_experts_beside_fsdp2_and_one_process(rank: int) -> None:
         torch.testing.assert_close(_train(model, [rank], 1), truth, rtol=1e-6, atol=1e-8)
         assert {name for name in _seen if "c10d" in name} <= {"c10d::allreduce_"}
         torch.testing.assert_close(whole(dict(model.named_parameters())), dict(one.named_parameters()))
+    if has_meshes:  # a module's own parameters are over the mesh of its call
+        there = ShardPlacementResult(Shard(1), FSDPMeshInfo(world["edp"], shard_mesh_dim=0))
+        with pytest.raises(ConfigurationError, match="it has another mesh"):
+            fully_shard(Experts(), mesh=world["ep"], shard_placement_fn=lambda _: there)
