@@ -435,24 +435,26 @@ class ExtendedParameter(OriginalParameter):
 
 @final
 class FrozenParts(ExtendedParameter):
-    """A frozen parameter whose class is made of tensors of as many rows (torchao's weights of int8): these travel."""
+    """A frozen parameter made of tensors of as many rows (torchao's int8), which travel, and of scales for all rows."""
 
     beside = "is made of several tensors"
 
     def _rows_of(self, whole: Tree, rank: int, world_size: int) -> Tree:
         self._names, self._facts = whole.__tensor_flatten__()
         self._size = -(-self.shape[0] // world_size)
-        rows = range(self.shape[0])[rank * self._size : (rank + 1) * self._size]
-        return self._of(*(getattr(whole, name)[rows.start : rows.stop].clone() for name in self._names))
+        self._cut = [name for name in self._names if getattr(whole, name).shape[:1] == self.shape[:1]]
+        self._kept = {n: getattr(whole, n).clone() for n in self._names if n not in self._cut}
+        rows = slice(rank * self._size, (rank + 1) * self._size)
+        return self._of(*(getattr(whole, name)[rows].clone() for name in self._cut))
 
     def _of(self, *parts: torch.Tensor) -> Tree:
         shape = torch.Size((len(parts[0]), *self.shape[1:]))
-        parts_of = dict(zip(self._names, parts, strict=True))
+        parts_of = dict(zip(self._cut, parts, strict=True)) | self._kept
         return type(self.part).__tensor_unflatten__(parts_of, self._facts, shape, contiguous_strides(shape))
 
     def inputs(self) -> Sequence[torch.Tensor]:
         """Returns them with rows of zeros, where ranks don't divide rows."""
-        sent = [getattr(self.part, name) for name in self._names]
+        sent = [getattr(self.part, name) for name in self._cut]
         sent = [torch.cat([t, t.new_zeros(self._size - len(t), *t.shape[1:])]) for t in sent]
         self._shapes = [t.shape for t in sent]
         return sent
@@ -473,5 +475,6 @@ def extension_of(param: Tree) -> type[ExtendedParameter] | None:
     if param.requires_grad or is_dtensor(param) or not is_traceable_wrapper_subclass(param):
         return None
     parts = [getattr(param, name) for name in param.__tensor_flatten__()[0]]
-    are_rows = all(type(part) is torch.Tensor and part.shape[:1] == param.shape[:1] for part in parts)
-    return FrozenParts if are_rows else None
+    of_all = [part for part in parts if part.shape[:1] != param.shape[:1]]  # rows
+    are_known = {type(part) for part in parts} == {torch.Tensor} and all(part.numel() == 1 for part in of_all)
+    return FrozenParts if are_known and len(of_all) < len(parts) else None

@@ -91,14 +91,10 @@ def clip(root: ShardingState, max_norm: float, norm_type: float) -> torch.Tensor
     if alike:
         portions.append(Portion(alike, ()))
     in_order = root.options.reduce.order is not None
-    like = _like(root, everything)
+    like = norm_like(everything)
+    if like.device.type == "cpu" and not root.options.offload.on_host:
+        like = like.to(root.group.backend.device())
     return clip_by_global_norm(portions, gradients, like, max_norm, norm_type, in_order=in_order)
-
-
-def _like(root: ShardingState, params: Sequence[torch.Tensor]) -> torch.Tensor:
-    like = norm_like(params)
-    on_host = like.device.type == "cpu" and not root.options.offload.on_host
-    return like.to(root.group.backend.device()) if on_host else like
 
 
 def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

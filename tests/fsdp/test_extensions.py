@@ -258,13 +258,22 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
     frozen.weight = nn.Parameter(nf4.to_nf4(frozen.weight.detach()), requires_grad=False)
     frozen.forward = lambda x: nf4.linear_nf4(x, frozen.weight)
     model = nn.Sequential(nn.Linear(6, 256), frozen, nn.Linear(256 * ranks, 8, bias=False), nn.Linear(8, 7))
+    model.extend([nn.Linear(7, 5), nn.Linear(5, 3)])
     torchao.quantize_(model, int8.int8_weight_only_quantized_training(), lambda _, name: name == "2")
     by_row = importlib.import_module("torchao.quantization").Int8WeightOnlyConfig()
     torchao.quantize_(model, by_row, lambda _, name: name == "3")
-    model[3].requires_grad_(False)
+    by_tensor = importlib.import_module("torchao.quantization")
+    whole = by_tensor.PerTensor()  # one scale for all of a weight
+    torchao.quantize_(model, by_tensor.Int8WeightOnlyConfig(granularity=whole), lambda _, name: name == "4")
+    model[5].weight = nn.Parameter(
+        by_tensor.Float8Tensor.from_hp(model[5].weight.detach(), granularity=whole)
+    )
+    model[3:].requires_grad_(False)
     one, x = copy.deepcopy(model), batch(0, 0)
     one[1].forward = lambda x: nf4.linear_nf4(x, one[1].weight)
     one(x).sum().backward()
+    if rank:
+        model[4].weight.scale.mul_(2)  # values are rank 0's
     fully_shard(model, dtensors=True)
     for _ in range(2):
         model.zero_grad()
@@ -275,9 +284,10 @@ def _torchaos(rank: int, ranks: int = 2) -> None:
         assert type(p._local_tensor) is type(q) or type(q) is nn.Parameter  # type: ignore[attr-defined]
         if q.grad is not None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
-    state = {n: v.clone() for n, v in model.state_dict().items() if n.startswith("3.")}
+    state = {n: v.clone() for n, v in model.state_dict().items() if n[0] in "345"}
     model[3].weight._local_tensor.qdata.zero_()
     assert not torch.equal(model(x), one(x))
+    model[5].weight._local_tensor.scale.zero_()
     model.load_state_dict(state, strict=False)
     torch.testing.assert_close(model(x), one(x))
 
