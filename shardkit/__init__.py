@@ -79,7 +79,6 @@ __version__ = ".".join(map(str, __version_tuple__))
 # What a training script needs, by home: dir() and ``*`` have these.
 _LISTED = {
     "checkpoint.training": "restore_training save_training",
-    "checkpoint.weights": "save_weights",
     "errors": "ShardkitError",
     "fsdp": "FSDP SentWeights fully_shard sharding_of step_in_backward",
     "launching": "launch stop_requested",
@@ -102,6 +101,7 @@ _UNLISTED = {
     "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.format.folders": "latest",
     "checkpoint.training": "Restored restore save",
+    "checkpoint.weights": "save_weights",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError UntrustedFileError",
     "fsdp": "Change hybrid_groups register_fsdp_forward_method",
