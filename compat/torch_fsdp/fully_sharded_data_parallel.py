@@ -7,6 +7,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import NoReturn
@@ -40,6 +41,7 @@ from shardkit.checks import check_same_everywhere, shape_fact
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.wrapper import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
+from shardkit.fsdp.construct import begin_move, end_move
 from shardkit.fsdp.flat_param import FlatParam, Registered
 from shardkit.fsdp.forward import cast_inputs
 from shardkit.fsdp.originals import managing
@@ -219,23 +221,18 @@ class FullyShardedDataParallel(StandIn):
         inner = {m for outer in found for m in outer.modules() if m is not outer} if root_only else set()
         return [m for m in found if m not in inner]
 
-    module = property(attrgetter("_fsdp_wrapped_module._fpw_module"))  # the wrapped one
+    # the wrapped one, as torch has it; it is inside of what lists flat parameters
+    module = _fsdp_wrapped_module = property(attrgetter("_state.unit_module._fpw_module"))
     rank = property(lambda self: ranks_of(self._state).rank)
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
 
-    @property
-    def _has_params(self) -> bool:
-        """Tells accelerate, which casts weights to fp32 under mixed precision, whether it would find any to cast."""
-        listed = [listing.param for listing in self._state.listings]
-        return any(p.requires_grad and p.dtype != torch.float32 for p in listed)
-
-    @property
-    def _flat_param(self) -> NoReturn:
-        raise ConfigurationError(
-            "torch's private flat parameter is asked for, to cast trainable weights to fp32 under mixed precision; "
-            "load the model in fp32 (dtype=torch.float32): mixed precision computes in half precision all the same"
-        )
+    # what programs read of torch's private ones
+    _handle = _flat_param = property(lambda self: Handle(self._state) if self._state.flats else None)
+    _has_params = property(lambda self: bool(self._state.flats))
+    _all_handles = property(lambda self: [Handle(state) for state in self._state.states() if state.flats])
+    # what is set is not needed: who is outermost is found out
+    _is_root = property(lambda self: self.check_is_root(), lambda self, value: None)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -270,33 +267,28 @@ class FullyShardedDataParallel(StandIn):
 
     def children(self) -> Iterator[nn.Module]:
         """Lists what is there, to be moved and to be set to training."""
-        return iter([self._fsdp_wrapped_module])
+        return iter([self._state.unit_module])  # type: ignore[list-item]
 
     def __setattr__(self, name: str, value: Tree) -> None:
         """Sets the wrapped module where torch's has it: activation checkpointing puts itself around it."""
         if name == WRAPPED and not isinstance(value, UnitModule):
-            self._fsdp_wrapped_module._fpw_module = value
+            self._state.unit_module._fpw_module = value  # type: ignore[union-attr]
         else:
             super().__setattr__(name, value)
 
-    def named_parameters(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Parameter]]:
-        """Lists names as torch's: what wrapping added is in them, but not inside of ``summon_full_params``."""
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield self._named(name), param
+    def named_modules(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, nn.Module]]:
+        """Lists names as torch's: what lists flat parameters has the name of what it wraps."""
+        for name, module in super().named_modules(*args, **kwargs):
+            if not (self._use_orig_params and isinstance(module, UnitModule)):
+                yield ".".join(part for part in name.split(".") if part != "_fpw_module"), module
 
-    def named_buffers(self, *args: Tree, **kwargs: Tree) -> Iterator[tuple[str, torch.Tensor]]:
-        """Lists names as torch's, as of parameters."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield self._named(name), buffer
-
-    def _named(self, name: str) -> str:
-        if self._state.summoned is not None:
-            return clean(name)
-        *path, last = (part for part in name.split(".") if part != "_fpw_module")
-        if last.startswith(FLAT_PREFIX) and self._state.options.flatten:
-            number = last.removeprefix(FLAT_PREFIX)
-            last = "_flat_param" if number == "0" else f"_flat_param_{number}"
-        return ".".join([*path, last])
+    def _named_members(self, *args: Tree, **kwargs: Tree) -> Iterator[Tree]:
+        """Lists names of parameters and buffers as torch's, without what wrapping added in ``summon_full_params``."""
+        for name, member in super()._named_members(*args, **kwargs):  # type: ignore[misc]
+            *path, last = name.split(".")
+            if last.startswith(FLAT_PREFIX) and self._state.options.flatten:
+                last = "_flat_param" + f"_{last.removeprefix(FLAT_PREFIX)}".removesuffix("_0")
+            yield clean(name) if self._state.summoned is not None else ".".join([*path, last]), member
 
     def extra_repr(self) -> str:
         """Shows place and strategy."""
@@ -682,6 +674,53 @@ def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *other
             state_dict[key] = whole(value)
 
 
+# ------------------------------------------------------------ torch's private handles
+class Handle:
+    """Answers for a unit what verl and accelerate, who move and cast shards, ask torch's; all else its shard answers.
+
+    Of several flat parameters it shows one that is trained, in half precision if there is one; the others follow.
+    """
+
+    def __init__(self, state: ShardingState) -> None:
+        self._state = state
+        self._flat = max(state.flats, key=lambda flat: (flat.trains, flat.param.dtype != torch.float32))
+        self._local_shard = self.data
+        self._fqns = [name for flat in state.flats for name in flat.names]
+
+    flat_param = property(lambda self: self)
+    _offload_params = property(attrgetter("_state.options.offload.parameters"))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Returns this rank's shard, [S]; set to one on another device, or of another dtype, it is moved or cast."""
+        return self._flat.param.data
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        is_cast = values.dtype != self._flat.param.dtype
+        begin_move(self._state)
+        for flat in self._state.flats:
+            own = values if flat is self._flat else flat.param.data.to(values.device)
+            own = own.to(values.dtype) if is_cast and own.is_floating_point() else own
+            if flat.shards is None:
+                flat.param.data = own
+            for r in () if flat.shards is None else flat.shards.each:
+                r.param.data = r.part(own)
+        end_move(self._state)
+
+    def flat_param_to(self, *args: Tree, **kwargs: Tree) -> None:
+        """Moves the shard, or casts it, as ``Tensor.to``."""
+        self.data = self.data.to(*args, **kwargs)
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Gives back what forward has left gathered."""
+        if free_unsharded_flat_param:
+            self._state.unit.release()
+
+    def __getattr__(self, name: str) -> Tree:
+        return getattr(self._flat.param, name)
+
+
 # ------------------------------------------------------------ full gradients
 @contextlib.contextmanager
 def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[None]:
@@ -691,14 +730,13 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
         flats: whose original parameters are summoned.
         writeback: changes are kept. Ranks must make the same ones.
     """
+    listings = [listing for flat in flats for listing in flat.listings]
     try:
-        for flat in flats:
-            for listing in flat.listings:
-                _show(listing)
+        for listing in listings:
+            _show(listing)
         yield
-        for flat in flats if writeback else ():
-            for listing in flat.listings:
-                _keep(listing)
+        for listing in listings if writeback else ():
+            _keep(listing)
     finally:
         for flat in flats:
             for original in flat.originals:
@@ -940,11 +978,8 @@ def device_of(device_id: int | torch.device | None, backend: Backend) -> torch.d
     if device_id is None:
         return None
     if isinstance(device_id, int):
-        return (
-            torch.device("cpu")
-            if backend.device_type == "cpu"
-            else torch.device(backend.device_type, device_id)
-        )
+        index = () if backend.device_type == "cpu" else (device_id,)
+        return torch.device(backend.device_type, *index)
     device = torch.device(device_id)
     return backend.device() if device.type == backend.device_type and device.index is None else device
 
@@ -1046,12 +1081,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -
         ConfigurationError: there is no ``reset_parameters()`` either.
     """
     own = [m for _, m in modules_outside_units(module)]
-    if not any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
-        return
-    if init is not None:
-        init(module)
-    else:
-        _reset(module, torch.device("cpu"))
+    if any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
+        (init or partial(_reset, device=torch.device("cpu")))(module)
 
 
 def materialize_each(

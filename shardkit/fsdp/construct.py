@@ -932,14 +932,16 @@ def begin_move(state: ShardingState) -> None:
             "they are views of one flat parameter. Pass dtensors=True to fully_shard, or call "
             "torch.__future__.set_swap_module_params_on_conversion(False) first"
         )
-    state.unit.release()
-    for flat in state.flats:
-        flat.drop()
+    if state.summoned is None:  # full values move alone, and come back with the shards
+        state.unit.release()
+        for flat in state.flats:
+            flat.drop()
 
 
 def end_move(state: ShardingState) -> None:
     """After shards were moved, cast, or replaced by other objects."""
-    if not all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None):
+    alike = all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None)
+    if state.summoned is not None or not alike:
         return  # others of its modules follow
     for flat in state.flats:
         if flat.shards is not None:

@@ -557,6 +557,13 @@ class AsTorchsState:
     # until torch 2.10 a module had one group
     _state_ctx = _fsdp_param_group = property(lambda state: state)
     all_states = _fsdp_param_groups = property(lambda state: [state])
+    # verl has a copy of torch's set_reshard_after_forward, which asks for these
+    mesh_info = property(lambda state: state)
+    shard_mesh_size = property(lambda state: state._state.group.world_size)
+    post_forward_mesh_info = property(
+        lambda state: None if state._state.unit.keep_after_forward else state,
+        lambda state, value: TorchsMethods(state._state).set_reshard_after_forward(value is not None, False),
+    )
 
     def _lazy_init(self) -> None:
         if self._state.engine is None:

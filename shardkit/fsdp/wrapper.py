@@ -189,7 +189,7 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
         except AttributeError:
             if name in (WRAPPED, "_state") or name.startswith("__"):
                 raise
-            unit: Any = nn.Module.__getattr__(self, WRAPPED)
+            unit: Any = self._modules[WRAPPED]
             return through(self._state, getattr(unit._fpw_module, name))
 
     # ------------------------------------------------------------ what needs parameters in their places
@@ -231,10 +231,10 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
     # ------------------------------------------------------------ torch's own checkpoints and FSDP
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells torch.distributed.checkpoint what to leave out of names; it asks before it does anything."""
-        wrapper: Any = self
+        unit: Any = self._state.unit_module
         check_request(self._state.all_flats)
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
-        return {**inner, **dict.fromkeys(wrapper._fsdp_wrapped_module.flat_param_names, WRAPPED), "": WRAPPED}
+        return {**inner, **dict.fromkeys(unit.flat_param_names, WRAPPED), "": WRAPPED}
 
     _is_fsdp_managed_module = _NotManaged()
 

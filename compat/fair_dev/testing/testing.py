@@ -134,16 +134,13 @@ def objects_are_equal(
 def _compare(a: Tree, b: Tree, path: str, rtol: float | None, atol: float | None) -> None:
     if type(a) is not type(b):
         raise ValueError(f"{path}: {type(a)} and {type(b)}")
+    if isinstance(a, (list, tuple)):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
     if isinstance(a, dict):
         if a.keys() != b.keys():
             raise ValueError(f"{path}: keys {list(a)} and {list(b)}")
         for key in a:
             _compare(a[key], b[key], f"{path}[{key!r}]", rtol, atol)
-    elif isinstance(a, (list, tuple)):
-        if len(a) != len(b):
-            raise ValueError(f"{path}: lengths {len(a)} and {len(b)}")
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            _compare(x, y, f"{path}[{i}]", rtol, atol)
     elif isinstance(a, torch.Tensor):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"{path}: {text}")
     elif a != b:

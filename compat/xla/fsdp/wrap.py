@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from shardkit.types import Tree
 from shardkit.wrapping.context import WrapContext, adapt_policy, default_auto_wrap_policy, wrap_tree
@@ -17,10 +18,6 @@ __all__ = [
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
 ]
-
-
-def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    return True
 
 
 def lambda_auto_wrap_policy(
