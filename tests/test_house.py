@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_163  # of all source; to be lowered with each release
+LINES = 64_162  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_183,
-    "compat": 9_348,
+    "compat": 9_340,
     "shardkit": 2_337,  # the files right there
     "shardkit/checkpoint": 6_618,
     "shardkit/flattening": 836,
-    "shardkit/fsdp": 11_347,
+    "shardkit/fsdp": 11_354,
     "shardkit/integrations": 512,
     "shardkit/launching": 534,
     "shardkit/model_parallel": 1_494,

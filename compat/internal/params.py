@@ -150,13 +150,8 @@ def chunk_and_pad(tensor: torch.Tensor, num_chunks: int) -> list[torch.Tensor]:
     """Returns the flattened tensor in chunks of equal size, the last ones padded with zeros (new where padded)."""
     flat = tensor.reshape(-1)
     size = -(-flat.numel() // num_chunks)
-    chunks = []
-    for i in range(num_chunks):
-        chunk = flat[i * size : (i + 1) * size]
-        if chunk.numel() < size:
-            chunk = nn.functional.pad(chunk, [0, size - chunk.numel()])
-        chunks.append(chunk)
-    return chunks
+    chunks = [flat[i * size : (i + 1) * size] for i in range(num_chunks)]
+    return [c if c.numel() == size else nn.functional.pad(c, [0, size - c.numel()]) for c in chunks]
 
 
 def validate_process_group(device: torch.device, process_group: dist.ProcessGroup) -> None:
@@ -192,10 +187,9 @@ def apply_to_type(type_fn: Callable[[Tree], bool], fn: Callable[[Tree], Tree], c
     if isinstance(container, PackedSequence):
         data = again(container.data)
         return container if data is None else container._replace(data=data)  # a function that only looks
-    if isinstance(container, OrderedDict):
-        return type(container)((k, again(v)) for k, v in container.items())
     if isinstance(container, dict):
-        return {k: again(v) for k, v in container.items()}
+        whole = type(container) if isinstance(container, OrderedDict) else dict
+        return whole((k, again(v)) for k, v in container.items())
     if isinstance(container, tuple) and hasattr(container, "_fields"):
         return type(container)(*map(again, container))
     for kind in (list, tuple, set):
@@ -210,15 +204,11 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Tree], container: Tree) -> Tre
 
 def recursive_copy_to_device(value: Tree, non_blocking: bool, device: torch.device) -> Tree:
     """Returns nested lists, tuples and mappings (as dicts) with their tensors on a device."""
-
-    def again(x: Tree) -> Tree:
-        return recursive_copy_to_device(x, non_blocking, device)
-
+    again = functools.partial(recursive_copy_to_device, non_blocking=non_blocking, device=device)
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=non_blocking)
     if isinstance(value, (list, tuple)):
-        copies = [again(x) for x in value]
-        return copies if isinstance(value, list) else tuple(copies)
+        return (list if isinstance(value, list) else tuple)(map(again, value))
     if isinstance(value, Mapping):
         return {k: again(v) for k, v in value.items()}
     return value

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import sharded_grad_scaler as torchs_scaler
 
 from . import api, fully_sharded_data_parallel, sharded_grad_scaler, state_dict, wrap
 from .api import *  # noqa: F403
+from .fsdp2 import Served
 from .fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
-from .served import Served
 
 __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
 

@@ -227,11 +227,9 @@ class FullyShardedDataParallel(StandIn):
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
 
-    # what programs read of torch's private ones
     _handle = _flat_param = property(lambda self: Handle(self._state) if self._state.flats else None)
     _has_params = property(lambda self: bool(self._state.flats))
     _all_handles = property(lambda self: [Handle(state) for state in self._state.states() if state.flats])
-    # what is set is not needed: who is outermost is found out
     _is_root = property(lambda self: self.check_is_root(), lambda self, value: None)
 
     @property
@@ -272,7 +270,7 @@ class FullyShardedDataParallel(StandIn):
     def __setattr__(self, name: str, value: Tree) -> None:
         """Sets the wrapped module where torch's has it: activation checkpointing puts itself around it."""
         if name == WRAPPED and not isinstance(value, UnitModule):
-            self._state.unit_module._fpw_module = value  # type: ignore[union-attr]
+            self._modules[WRAPPED]._fpw_module = value  # type: ignore[union-attr]
         else:
             super().__setattr__(name, value)
 
@@ -306,9 +304,8 @@ class FullyShardedDataParallel(StandIn):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "register_comm_hook: a unit's gradients are packed and reduced together with what tells which of them "
-            "there are, and no function of yours can take its place. To reduce in another dtype pass "
-            "MixedPrecision(reduce_dtype=torch.bfloat16)"
+            "register_comm_hook: no function of yours can take the place of a reduction that tells which gradients "
+            "there are. To reduce in another dtype pass MixedPrecision(reduce_dtype=torch.bfloat16)"
         )
 
     # ------------------------------------------------------------ full parameters, norms
@@ -374,10 +371,21 @@ class FullyShardedDataParallel(StandIn):
         prefix = str(args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         destination = kwargs.get("destination", args[0] if args else None)
         before = set(destination or ())
-        found = super().state_dict(*args, **kwargs)
+        found = (self.local_state_dict if self._is_local else super().state_dict)(*args, **kwargs)
         if self._state.summoned is None and not self._state.state_is_local:
             self._settle(found, prefix, before)
         return found
+
+    def load_state_dict(self, state_dict: SavedState, strict: bool = True, assign: bool = False) -> Tree:
+        """Loads what :meth:`state_dict` gives; with LOCAL_STATE_DICT what it gave on this rank (collective)."""
+        if self._is_local:
+            return self.load_local_state_dict(state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    @property
+    def _is_local(self) -> bool:
+        kind = self._settings.state_dict_type
+        return kind is StateDictType.LOCAL_STATE_DICT and not self._state.state_is_local
 
     def _settle(self, found: StateDict, prefix: str, before: set[str]) -> None:
         """Makes of a unit's full entries what its settings say: none, some on the CPU, or DTensors.
@@ -420,7 +428,7 @@ class FullyShardedDataParallel(StandIn):
             The settings before.
 
         Raises:
-            ConfigurationError: LOCAL_STATE_DICT; a configuration is for another kind.
+            ConfigurationError: a configuration is for another kind.
         """
         found = FullyShardedDataParallel.fsdp_modules(module)
         before = settings_of(found)
@@ -618,7 +626,7 @@ def checked(
     """Returns settings of a kind, with torch's defaults.
 
     Raises:
-        ConfigurationError: a configuration is for another kind; the kind is LOCAL_STATE_DICT.
+        ConfigurationError: a configuration is for another kind.
     """
     wanted = _CONFIGS[kind]
     config = wanted[0]() if config is None else config
@@ -626,12 +634,6 @@ def checked(
     for given, type_ in zip((config, optim_config), wanted, strict=True):
         if type(given) is not type_:
             raise ConfigurationError(f"{kind} goes with a {type_.__name__}, not a {type(given).__name__}")
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        raise ConfigurationError(
-            "LOCAL_STATE_DICT is not made here. For a file of each rank's own use model.local_state_dict() and "
-            "model.load_local_state_dict(); for a checkpoint that loads at other world sizes use SHARDED_STATE_DICT "
-            "and torch.distributed.checkpoint"
-        )
     return StateDictSettings(kind, config, optim_config)
 
 
@@ -730,7 +732,7 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
         flats: whose original parameters are summoned.
         writeback: changes are kept. Ranks must make the same ones.
     """
-    listings = [listing for flat in flats for listing in flat.listings]
+    listings = [listing for flat in flats for listing in flat.listings if listing.param.grad is not None]
     try:
         for listing in listings:
             _show(listing)
@@ -744,10 +746,8 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
 
 
 def _show(listing: Registered) -> None:
-    gradient, unused = listing.param.grad, listing.flat.unused.originals[listing.first :]
-    if gradient is None:
-        return
-    parts = gather_parts(listing, gradient)
+    unused = listing.flat.unused.originals[listing.first :]
+    parts = gather_parts(listing, listing.param.grad)  # type: ignore[arg-type]
     for original, part, is_unused in zip(listing.originals, parts, unused, strict=False):
         if not is_unused:
             original.param.grad = part.to(original.param)
@@ -792,9 +792,7 @@ def _first_of(model: nn.Module) -> tuple[FullyShardedDataParallel, StateDictSett
     found = FullyShardedDataParallel.fsdp_modules(model)
     own = settings_of(found)
     if own is None:
-        raise ConfigurationError(
-            f"there is no FSDP module in this {type(model).__name__}; pass the wrapped model"
-        )
+        raise ConfigurationError(f"no FSDP module is in this {type(model).__name__}; pass the wrapped model")
     return found[0], own
 
 
@@ -894,33 +892,22 @@ def groups_of(
     Raises:
         ConfigurationError: they are not what the strategy needs.
     """
-    if strategy in HYBRID:
-        return _hybrid(strategy, process_group, mesh)
+    is_hybrid = strategy in HYBRID
     if mesh is not None:
-        if mesh.ndim != 1:
+        if mesh.ndim != 1 + is_hybrid:
             raise ConfigurationError(
-                f"device_mesh has {mesh.ndim} dimensions and {strategy} shards over one: pass mesh[name] of that one, "
-                "or a hybrid strategy, which averages gradients over the first and shards over the second"
+                f"device_mesh has {mesh.ndim} dimensions and {strategy} takes {1 + is_hybrid}: hybrid strategies "
+                "average gradients over the first and shard over the second; others shard over one, mesh[name]"
             )
-        process_group = mesh.get_group(0)
-    if isinstance(process_group, tuple):
-        raise ConfigurationError(
-            f"process_group is a tuple of groups, which HYBRID_SHARD takes; {strategy} takes one"
-        )
-    if strategy is ShardingStrategy.NO_SHARD and backend_of_job().group(process_group).world_size > 1:
-        return hybrid_groups(1, process_group)
-    return process_group, None
-
-
-def _hybrid(
-    strategy: ShardingStrategy, process_group: ProcessGroup, mesh: DeviceMesh | None
-) -> tuple[ProcessGroup, ProcessGroup]:
-    if mesh is not None:
-        if mesh.ndim != 2:
+        process_group = (mesh.get_group(1), mesh.get_group(0)) if is_hybrid else mesh.get_group(0)
+    if not is_hybrid:
+        if isinstance(process_group, tuple):
             raise ConfigurationError(
-                f"device_mesh has {mesh.ndim} dimensions; {strategy} needs two: replicas, then shards"
+                f"process_group is a tuple of groups, which HYBRID_SHARD takes; {strategy} takes one"
             )
-        return mesh.get_group(1), mesh.get_group(0)
+        if strategy is ShardingStrategy.NO_SHARD and backend_of_job().group(process_group).world_size > 1:
+            return hybrid_groups(1, process_group)
+        return process_group, None
     if process_group is None:
         size = os.environ.get(_LOCAL)
         if size is None:
@@ -1080,8 +1067,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None) -
     Raises:
         ConfigurationError: there is no ``reset_parameters()`` either.
     """
-    own = [m for _, m in modules_outside_units(module)]
-    if any(p is not None and p.is_meta for m in own for p in m._parameters.values()):
+    params = [p for _, m in modules_outside_units(module) for p in m._parameters.values()]
+    if any(p is not None and p.is_meta for p in params):
         (init or partial(_reset, device=torch.device("cpu")))(module)
 
 

@@ -554,11 +554,9 @@ class AsTorchsState:
         """Says whether parameters are given back."""
         return not self._state.unit.keep_after_backward
 
-    # until torch 2.10 a module had one group
-    _state_ctx = _fsdp_param_group = property(lambda state: state)
+    # until torch 2.10 a module had one group; verl's copy of set_reshard_after_forward asks for its mesh
+    _state_ctx = _fsdp_param_group = mesh_info = property(lambda state: state)
     all_states = _fsdp_param_groups = property(lambda state: [state])
-    # verl has a copy of torch's set_reshard_after_forward, which asks for these
-    mesh_info = property(lambda state: state)
     shard_mesh_size = property(lambda state: state._state.group.world_size)
     post_forward_mesh_info = property(
         lambda state: None if state._state.unit.keep_after_forward else state,

@@ -234,9 +234,9 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
         unit: Any = self._state.unit_module
         check_request(self._state.all_flats)
         inner: dict[str, str] = getattr(self.module, "_fqn_modifiers", dict)()
-        return {**inner, **dict.fromkeys(unit.flat_param_names, WRAPPED), "": WRAPPED}
+        return {**inner, **dict.fromkeys(unit.flat_param_names, "_unit_module"), "": WRAPPED}
 
-    _is_fsdp_managed_module = _NotManaged()
+    _is_fsdp_managed_module, _unit_module = _NotManaged(), property(lambda self: self._state.unit_module)
 
     # ------------------------------------------------------------ forward
     @signed_as_wrapped

@@ -99,7 +99,7 @@ def test_a_move_of_what_is_summoned_keeps_full_values(rank: int, use_orig_params
     model = FSDP(net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=use_orig_params)
     before = model.state_dict()
     with FSDP.summon_full_params(model, writeback=False):
-        inside = model._fsdp_wrapped_module.to("cpu")
+        inside = model.module.to("cpu")
         found = {n: v.detach().clone() for n, v in inside.state_dict().items()}
     same({n.replace("_fsdp_wrapped_module.", ""): v for n, v in found.items()}, before)
     with FSDP.summon_full_params(model):

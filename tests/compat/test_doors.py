@@ -15,7 +15,15 @@ from shardkit.torch_fsdp import FullyShardedDataParallel as TorchsFSDP
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel
 
 COMPAT = pathlib.Path(shardkit.__file__).parents[1] / "compat"
-SAID_OTHERWISE = {"clip_grad_norm_", "module", "set_divisors", "state_dict", "summon_full_params"}
+SAID_OTHERWISE = {
+    "clip_grad_norm_",
+    "load_state_dict",
+    "module",
+    "named_modules",
+    "set_divisors",
+    "state_dict",
+    "summon_full_params",
+}
 
 
 def names_of(classes: set[type]) -> set[str]:

@@ -360,7 +360,6 @@ def _refused() -> None:
     optimizer = adam(model)
     full, of_others = StateDictType.FULL_STATE_DICT, {"state": {}, "param_groups": [{"params": ["a"]}]}
     refusals: list[tuple[str, Any]] = [
-        ("local_state_dict", lambda: FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)),
         ("goes with", lambda: FSDP.set_state_dict_type(model, full, ours.ShardedStateDictConfig())),
         ("reduce_dtype", lambda: model.register_comm_hook(None, print)),
         ("writeback=False", lambda: FSDP.summon_full_params(model, rank0_only=True).__enter__()),

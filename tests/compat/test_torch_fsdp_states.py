@@ -308,3 +308,30 @@ def _as_torch_has_it(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("program", [_other_orders, _lacking, _as_torch_has_it])
 def test_what_ranks_have_of_an_optimizer(program: Callable[..., None]) -> None:
     rank_pool(2).run(program, 2)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+    """A file of each rank's own, which loads to the bit where it was made, and into no other rank."""
+    options: dict[str, Any] = {
+        "auto_wrap_policy": INNER,
+        "device_id": CPU,
+        "use_orig_params": use_orig_params,
+    }
+    model, other = FSDP(net(), **options), nn.ModuleDict({"inner": FSDP(net(), **options)})
+    train(model, [rank], adam(model))
+    before = model.state_dict()
+    config = torch.distributed.fsdp.LocalStateDictConfig(offload_to_cpu=True)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, config):
+        torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
+        dist.barrier()
+        loaded = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        others = torch.load(tmp_path / f"{(rank + 1) % world_size}.pt")
+    assert sum(v.numel() for v in loaded.values()) < sum(v.numel() for v in before.values())
+    with FSDP.state_dict_type(other, StateDictType.LOCAL_STATE_DICT):
+        with pytest.raises(ConfigurationError, match="rank"):
+            other["inner"].load_state_dict(others)
+        other["inner"].load_state_dict(loaded)
+    same(other["inner"].state_dict(), before, 0.0)
+    same(model.state_dict(), before, 0.0)

@@ -11,8 +11,8 @@ import importlib
 import io
 import json
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext as null_context  # noqa: F401
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -29,6 +29,11 @@ from shardkit.errors import ConfigurationError, DamagedFileError
 from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.tensors import LiveTensors
 from shardkit.types import AnyCallable, ProcessGroup, SavedState, StateDict, Tree
+
+
+@contextmanager
+def null_context() -> Iterator[None]:
+    yield
 
 
 # ------------------------------------------------------------ traces, in bytes
