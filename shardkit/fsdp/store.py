@@ -21,10 +21,9 @@ where a module of the unit keeps one, it changes its class with the original par
 tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
 attributes of the unit's modules are looked through.
 
-[Note: given back] What autograd saved of an original parameter has its memory again when backward enters the unit by
-what forward returned or a module kept. By what left otherwise (in a generator, a closure, a global list), it would come
-to no memory, and the process to its end. Autograd compares versions of what it saved: so original parameters without
-memory have one that they never had (:data:`GIVEN_BACK`), and theirs again with their values.
+[Note: given back] What autograd saved has its memory again when backward enters a unit by what forward returned or a
+module kept. By what left otherwise (in a closure, a global list) it would come to no memory, and the process to its
+end. Autograd compares versions: parameters without memory have one that they never had (:data:`GIVEN_BACK`).
 
 [Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
 of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
@@ -57,6 +56,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, final
 
@@ -68,7 +68,7 @@ from ..backend import DONE, Backend, Copy, Group, Work
 from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
 from ..torch_seams.hooks import GIVEN_BACK, NO_BACKWARD, current_backward
-from ..torch_seams.tensors import is_dtensor, local_of
+from ..torch_seams.tensors import local_of
 from ..types import AnyCallable, Tree
 from .originals import (
     OriginalParameter,
@@ -243,7 +243,8 @@ class Store(ABC):
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
         self._last: list[int] = []  # when they had them last
-        self._split = [original for original in flat.originals if is_dtensor(original.param)]
+        are_split = map(hasattr, map(_param_of, self._originals), repeat("_local_tensor"))
+        self._split = [*compress(self._originals, are_split)]
         # what a program was given as their data, and None where it has set them
         self._seen: list[tuple[int, torch.Tensor | None]] = []
         self.is_whole = flat.is_whole
@@ -361,8 +362,7 @@ class Store(ABC):
     def _reveal(self) -> None:
         """Makes them parameters like any other."""
         if self.away is not None:
-            set_versions(*self.away)
-            self.away = None
+            self.away = set_versions(*self.away)  # which returns None
         for original in self._originals:
             original.param.__class__ = original.kind
         if self._flat.lists_dtensors:
