@@ -221,8 +221,8 @@ class FullyShardedDataParallel(StandIn):
         inner = {m for outer in found for m in outer.modules() if m is not outer} if root_only else set()
         return [m for m in found if m not in inner]
 
-    # the wrapped one, as torch has it; it is inside of what lists flat parameters
-    module = _fsdp_wrapped_module = property(attrgetter("_state.unit_module._fpw_module"))
+    module = property(attrgetter("_state.unit_module._fpw_module"))  # the wrapped one
+    _fsdp_wrapped_module = property(lambda s: s.module if s._use_orig_params else s._state.unit_module)
     rank = property(lambda self: ranks_of(self._state).rank)
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
