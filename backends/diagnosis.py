@@ -45,7 +45,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
 
-from shardkit.errors import OutOfStepError, RankLostError, listen_to_errors, threads, unfinished
+from shardkit.errors import OutOfStepError, RankLostError
+from shardkit.progress import listen_to_errors, threads, unfinished
 from shardkit.types import StateDict, T
 
 from .connections import belongs_here

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import BackendError, ConfigurationError, listen_to_errors
+from .errors import BackendError, ConfigurationError
+from .progress import listen_to_errors
 from .types import AnyCallable, Args, ProcessGroup, T, Timer, Tree
 
 if TYPE_CHECKING:

@@ -38,13 +38,12 @@ from ..errors import (
     FileNotWrittenError,
     RankMismatchError,
     ShardkitError,
-    note_error,
-    noting_errors,
 )
 from ..launching import note_checkpoints
 from ..layout import Box
 from ..optimizer_state.forms import kinds_everywhere
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, whole
+from ..progress import note_error, noting_errors
 from ..torch_seams.tensors import narrowed
 from ..types import ProcessGroup, StateDict, T, Tree
 from .files.writing import save as save_file

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from ..backend import Backend, backend_for, not_compiled
-from ..errors import ConfigurationError, LifecycleError, noting_errors
+from ..errors import ConfigurationError, LifecycleError
 from ..layout import Align, AlignedLayout, EachAlone, RowsLayout
 from ..optimizer_state.forms import check_request
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..progress import noting_errors
 from ..torch_seams.tensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from ..backend import Backend, callees_compiled
-from ..errors import ConfigurationError, LifecycleError, noting_errors
+from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.forms import check_request
 from ..optimizers.shards import shard_behind
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
+from ..progress import noting_errors
 from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import shards_and_replicas_of
 from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped

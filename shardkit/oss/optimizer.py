@@ -30,7 +30,7 @@ from ..checks import (
     refuse_lazy,
     shape_fact,
 )
-from ..errors import ConfigurationError, LifecycleError, ShardkitError, note_error, noting_errors
+from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.forms import current_request, is_called_by
 from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu
@@ -45,6 +45,7 @@ from ..optimizers.shards import (
     options_of,
     refuse_shards,
 )
+from ..progress import note_error, noting_errors
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.tensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree

@@ -22,8 +22,9 @@ from ..checks import (
     refuse_lazy,
     shape_fact,
 )
-from ..errors import ConfigurationError, LifecycleError, noting_errors
+from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
+from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, order_in_words, refuse_local, refuse_other
 from ..torch_seams.tensors import group_of

@@ -36,7 +36,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..backend import callees_compiled, not_compiled
-from ..errors import ConfigurationError, LifecycleError, observe
+from ..errors import ConfigurationError, LifecycleError
+from ..progress import observe
 from ..types import AnyCallable, Tree
 
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"

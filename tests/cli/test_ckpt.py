@@ -128,7 +128,9 @@ def test_errors_are_one_line(steps: Path, tmp_path: Path, capsys: pytest.Capture
         assert words in error
         assert error.count("\n") == 1
     with pytest.raises(SystemExit):
-        main(["ckpt", "convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--max-shard-size", "5 apples"])
+        main(
+            ["ckpt", "convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--max-shard-size", "5 apples"]
+        )
     assert "--max-shard-size: 5 apples: write it as" in capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ from torch.optim import AdamW, Optimizer
 
 from ...backend import Group, ReduceOp
 from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
-from ...errors import ConfigurationError, LifecycleError, note_error, noting_errors
+from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.optimizer_check import agree_on_cleared
 from ...fsdp.state import state_of
@@ -50,6 +50,7 @@ from ...optimizers.shards import (
     numbered,
     options_of,
 )
+from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import (
     Bringing,
