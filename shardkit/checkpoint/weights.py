@@ -11,7 +11,7 @@ from torch import nn
 from ..fsdp.sharded_api import Names, raising_together, sharding_of
 from ..progress import noting_errors
 from .files.writing import folder_written_whole
-from .tools.hugging_face import SafetensorsFiles
+from .tools.hugging_face import SafetensorsFiles, check_shard_size
 from .tools.stored import blocks_of
 
 
@@ -29,7 +29,8 @@ def save_weights(
         max_shard_size: bytes of a file; more only where one tensor has more. Several have an index beside them.
 
     Raises:
-        ConfigurationError: there is something at this path; or what ``export`` can't send.
+        ConfigurationError: there is something at this path; ``max_shard_size`` is no number of bytes; or what
+            ``export`` can't send.
         FileNotWrittenError: the disk is full, or the folder can't be written to.
         RankFailedError: on other ranks, for what the first one raises.
     """
@@ -41,6 +42,8 @@ def save_weights(
             files.append(SafetensorsFiles(folder, max_shard_size))
         files[0].add(name, weights.dtype, weights.shape, blocks_of(weights.cpu(), weights.dtype))
 
+    with raising_together(sharding_of(model), "save_weights()"):
+        check_shard_size(max_shard_size)
     with contextlib.ExitStack() as stack:
         sharding_of(model).export(names, dtype, on=0, to=write)
         with raising_together(sharding_of(model), "save_weights()"):

@@ -348,10 +348,11 @@ def _integers(text: str) -> list[int]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    if match is None:
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    found = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    if found < 1:
         raise argparse.ArgumentTypeError(f"{text}: write it as 80GiB or 24GB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    return found
 
 
 # ------------------------------------------------------------ migrate

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardkit import load
 from shardkit.checkpoint.tools import Conversion, compare, convert, open_checkpoint
-from shardkit.errors import ConfigurationError, UntrustedFileError
+from shardkit.checkpoint.tools.hugging_face import SafetensorsFiles
+from shardkit.errors import ConfigurationError, DamagedFileError, UntrustedFileError
 from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
 from tests.pools import on_ranks, rank_pool
 
@@ -268,6 +269,45 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
     half = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
     assert_same(half.state_dict(), model.bfloat16().state_dict())
+
+
+@pytest.mark.parametrize("case", ["names", "long", "tied", "empty", "dtypes"])
+def test_tables_of_any_length(case: str, tmp_path: Path) -> None:
+    """One file, which safetensors reads, whatever its table takes."""
+    from safetensors.torch import load_file
+
+    states: dict[str, dict[str, torch.Tensor]] = {
+        "names": {f"layers.{k}.weight": torch.full((3,), float(k)) for k in range(1500)},
+        "long": {"a" * 70_000: torch.arange(5.0), "b": torch.arange(3)},
+        "tied": dict.fromkeys((f"heads.{k}.weight" for k in range(3000)), torch.arange(7.0)),
+        "empty": {**{f"empty.{k}": torch.empty(0, k) for k in range(1500)}, "zuletzt": torch.arange(9.0)},
+        "dtypes": {
+            f"{k}": torch.arange(3).to([torch.int8, torch.int64, torch.half, torch.float][k % 4]) for k in range(40)
+        },
+    }  # fmt: skip
+    torch.save(states[case], tmp_path / "source.pt")
+    convert(str(tmp_path / "source.pt"), str(tmp_path / "hf"), Conversion("hf"))
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    read = {k: v.read() for k, v in open_checkpoint(str(tmp_path / "hf")).model.items()}
+    assert_same(read, states[case])
+    assert_same(found, {k: states[case][k] for k in found})
+    assert len(found) == (1 if case == "tied" else len(states[case]))
+
+
+def test_what_no_safetensors_file_can_be(tmp_path: Path) -> None:
+    torch.save({"__metadata__": torch.ones(3), "weight": torch.ones(2)}, tmp_path / "source.pt")
+    cases = {"'__metadata__'": Conversion("hf")}
+    cases |= {f"max_shard_size={size!r}": Conversion("hf", max_shard_size=size) for size in ("5GB", 0, -1)}  # type: ignore[arg-type]
+    for words, how in cases.items():
+        with pytest.raises(ConfigurationError, match=words):
+            convert(str(tmp_path / "source.pt"), str(tmp_path / "hf"), how)
+        assert os.listdir(tmp_path) == ["source.pt"]
+    files = SafetensorsFiles(str(tmp_path), 10**9)
+    files.add("weight", torch.float32, (3,), [memoryview(bytes(11))])
+    with pytest.raises(DamagedFileError, match="its header says"):  # fewer bytes than were promised
+        files.finish()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 @pytest.mark.oracle

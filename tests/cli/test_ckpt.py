@@ -127,11 +127,11 @@ def test_errors_are_one_line(steps: Path, tmp_path: Path, capsys: pytest.Capture
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
-    with pytest.raises(SystemExit):
-        main(
-            ["ckpt", "convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--max-shard-size", "5 apples"]
-        )
-    assert "--max-shard-size: 5 apples: write it as" in capsys.readouterr().err
+    convert = ["ckpt", "convert", str(steps), str(tmp_path / "x"), "--to", "hf", "--max-shard-size"]
+    for size in ("5 apples", "1.2.3", ".", "", "0", "0.1", "-3"):
+        with pytest.raises(SystemExit):
+            main([*convert, size])
+        assert f"--max-shard-size: {size}: write it as" in capsys.readouterr().err
 
 
 def test_convert(steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,26 @@ def test_weights_on_the_disk(rank: int, tmp_path: Path) -> None:
         save_weights(model, tmp_path / "no" / "folder")
     with pytest.raises(ConfigurationError if first else RankFailedError, match="can't hold"):
         save_weights(fully_shard(nn.Linear(3, 2, dtype=torch.complex128)), tmp_path / "complex")
+    for size in ("5GB", 0):
+        with pytest.raises(ConfigurationError, match="max_shard_size"):
+            save_weights(model, tmp_path / "sizes", max_shard_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError if first else RankFailedError, match="max_shard_size"):
+        save_weights(model, tmp_path / "sizes", max_shard_size=-1 if first else 10)
     assert rank or sorted(p.name for p in tmp_path.iterdir()) == ["one", "several"]
+
+
+@on_ranks(2)
+def test_weights_are_one_file_whatever_they_are(rank: int, tmp_path: Path) -> None:
+    """Many small ones, and counters of 8 bytes behind statistics of 12."""
+    parts = [nn.Sequential(nn.Linear(3, 3).bfloat16(), nn.BatchNorm1d(3)) for _ in range(90)]
+    model = nn.Sequential(*parts)
+    expected = {n: v.clone() for n, v in model.state_dict().items()}
+    for part in parts:
+        fully_shard(part)
+    save_weights(fully_shard(model), tmp_path / "weights")
+    if rank == 0:
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+        _equal(_files(tmp_path / "weights"), expected)
 
 
 class Shared(nn.Module):

@@ -17,7 +17,7 @@ from ..format.contents import Manifest, ManifestItem, best_hash, dotted, stored_
 from ..records import Written, describe
 from . import rank_files
 from .comparing import compared, open_checkpoint
-from .hugging_face import without_wrappers, write_hugging_face
+from .hugging_face import check_shard_size, without_wrappers, write_hugging_face
 from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put, write_torch_file
 
 
@@ -241,6 +241,7 @@ def _check(checkpoint: Checkpoint, path: str, how: Conversion) -> None:
         )
     if how.to == "xla" and how.ranks is None:
         raise ConfigurationError("--to xla writes a file for each rank; pass --ranks N")
+    check_shard_size(how.max_shard_size)
     real, source = os.path.realpath(path), os.path.realpath(checkpoint.path)
     if real == source or real.startswith(source + os.sep) or source.startswith(real + os.sep):
         raise ConfigurationError(

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ...errors import ConfigurationError, DamagedFileError
+from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import FilePlace, StoredPart, StoredTensor, read_torch_file, without_ties
+from .stored import BLOCK, FilePlace, StoredPart, StoredTensor, read_torch_file, without_ties
 
 INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _HEADER_LIMIT = 100_000_000  # bytes, as in safetensors
+_NOTES = "__metadata__"  # what is no tensor in a table
 _CHUNKS = "DCP_SHARDING_INFO"  # torch's HuggingFaceStorageWriter notes here which box of a tensor a file has
 
 _SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
@@ -83,7 +84,7 @@ def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
 def read_safetensors(path: str) -> StateDict:
     """Reads the tensors of one file; a name that is noted as another one's (tied weights) is that one."""
     header, start = read_header(path)
-    notes = header.pop("__metadata__", None) or {}
+    notes = header.pop(_NOTES, None) or {}
     if not isinstance(notes, dict) or _holds_parts(notes):
         raise ConfigurationError(
             f"{path} holds parts of tensors, as torch's HuggingFaceStorageWriter leaves them; put them together with "
@@ -120,7 +121,7 @@ def read_header(path: str) -> tuple[dict[str, Tree], int]:
             raise DamagedFileError(f"{path} is no safetensors file, or cut off in its header")
         try:
             header = json.loads(file.read(length))
-            facts = [v for k, v in header.items() if k != "__metadata__"]
+            facts = [v for k, v in header.items() if k != _NOTES]
             end = max((f["data_offsets"][1] for f in facts), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedFileError(f"{path}: its header makes no sense ({error})") from None
@@ -202,54 +203,85 @@ def write_hugging_face(
     return notes
 
 
+def check_shard_size(most: object) -> None:
+    """Refuses what is no number of bytes of a file."""
+    if not isinstance(most, int | float) or not most > 0:
+        raise ConfigurationError(
+            f"max_shard_size={most!r}: it has to be a number of bytes above 0, as 5 * 10**9"
+        )
+
+
 class SafetensorsFiles:
     """Writes tensors to files of a folder as they come, and holds none of them.
 
-    A file begins with a table of its tensors, which is known when they are written: room is left for it.
+    A file begins with the table of all its tensors, those of the largest elements first, so that each begins at a
+    multiple of its elements' size. So tensors are written aside, one file for each size, and copied behind the table.
 
     Args:
         max_shard_size: in bytes; a file is larger only where one tensor is.
         tied: other names of tensors that are written once.
     """
 
-    _ROOM = 1 << 16  # bytes of a table, which spaces fill up
-
     def __init__(self, folder: str, max_shard_size: int, tied: Mapping[str, str] | None = None) -> None:
+        check_shard_size(max_shard_size)
         self._folder, self._most, self._tied = folder, max_shard_size, tied or {}
-        self._tables: dict[str, StateDict] = {}  # by path
-        # bytes of tensors, and of its table, in this file; of all tensors
-        self._end = self._used = self._total = 0
+        self._files: list[list[str]] = []  # names of tensors in each that is whole
+        self._aside: dict[str, tuple[torch.dtype, Sequence[int]]] = {}  # in none yet
+        self._end = self._total = 0  # bytes of tensors aside, and of all
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[memoryview]) -> None:
         """Writes a tensor, whose bytes come in blocks."""
         if dtype not in _NAMES:
             raise ConfigurationError(f"{name!r} is of dtype {dtype}, which safetensors files can't hold")
+        if name == _NOTES:
+            raise ConfigurationError(
+                f"a tensor's name is {name!r}, which safetensors files have for their notes; give it another one"
+            )
         nbytes = math.prod(shape) * dtype.itemsize
-        notes = {other: kept for other, kept in self._tied.items() if kept == name}
-        length = len(json.dumps([name, notes])) + 200
-        is_full = self._end + nbytes > self._most or self._used + length > self._ROOM
-        if not self._tables or (self._end and (is_full or self._end % dtype.itemsize)):
-            path = os.path.join(self._folder, f"{len(self._tables)}.part")
-            self._tables[path] = {"__metadata__": {"format": "pt"}}
-            self._end = self._used = 0
-        (path, table), places = next(reversed(self._tables.items())), [self._end, self._end + nbytes]
-        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": places}
-        table["__metadata__"].update(notes)
-        self._end, self._used, self._total = places[1], self._used + length, self._total + nbytes
-        with open(path, "ab") as file:
-            file.truncate(8 + self._ROOM + places[0])
+        if self._end and self._end + nbytes > self._most:
+            self._end_file()
+        with open(self._path_aside(dtype.itemsize), "ab") as file:
             file.writelines(blocks)
+        self._aside[name] = dtype, shape
+        self._end, self._total = self._end + nbytes, self._total + nbytes
+
+    def _path_aside(self, itemsize: int) -> str:
+        return os.path.join(self._folder, f"{itemsize}.part")
+
+    def _path(self, number: int) -> str:
+        return os.path.join(self._folder, f"{number}.whole.part")
+
+    def _end_file(self) -> None:
+        """Puts what is aside behind its table, and compares that with the file's size."""
+        notes = {other: kept for other, kept in self._tied.items() if kept in self._aside}
+        table: StateDict = {_NOTES: {"format": "pt", **notes}}
+        end, path = 0, self._path(len(self._files))
+        for name, (dtype, shape) in sorted(self._aside.items(), key=lambda item: -item[1][0].itemsize):
+            places = [end, end + math.prod(shape) * dtype.itemsize]
+            table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": places}
+            end = places[1]
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for size in sorted({dtype.itemsize for dtype, _ in self._aside.values()}, reverse=True):
+                with open(self._path_aside(size), "rb") as tensors:
+                    shutil.copyfileobj(tensors, file, BLOCK)
+                os.remove(self._path_aside(size))
+        if read_header(path)[0] != table:
+            raise ShardkitError(f"{path}: its table is read otherwise than it was written")
+        self._files.append(list(self._aside))
+        self._aside, self._end = {}, 0
 
     def finish(self) -> None:
-        """Writes tables, and an index where there are several files."""
-        count, index = len(self._tables), dict[str, str]()
-        for number, (path, table) in enumerate(self._tables.items(), 1):
-            place = f"-{number:05d}-of-{count:05d}" if count > 1 else ""
-            text = json.dumps(table, separators=(",", ":")).encode().ljust(self._ROOM)
-            with open(path, "r+b") as file:
-                file.write(struct.pack("<Q", len(text)) + text)
-            os.rename(path, os.path.join(self._folder, f"model{place}.safetensors"))
-            index.update(dict.fromkeys(set(table) - {"__metadata__"}, f"model{place}.safetensors"))
+        """Gives files their names, and writes an index where there are several."""
+        if self._aside:
+            self._end_file()
+        count, index = len(self._files), dict[str, str]()
+        for number, names in enumerate(self._files):
+            place = f"-{number + 1:05d}-of-{count:05d}" if count > 1 else ""
+            os.rename(self._path(number), os.path.join(self._folder, f"model{place}.safetensors"))
+            index.update(dict.fromkeys(names, f"model{place}.safetensors"))
         if count > 1:
             notes = {"total_size": self._total, **self._tied}
             with open(os.path.join(self._folder, INDEX), "w", encoding="utf-8") as file:
