@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp, Work, not_compiled
-from ..checks import are_several, numbers_of
+from ..checks import all_gather_facts, are_several, numbers_of
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import alignment, buckets_by_size, rounded_up, segment_layout
 from ..policy import ReducePolicy
@@ -478,6 +478,7 @@ class GradientExchange:
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
+            optimizer._if_unreduced.append((self.state, self._check_means))
             optimizer.adds_in_order = policy.order is not None
 
     def close(self) -> None:
@@ -486,6 +487,7 @@ class GradientExchange:
         for optimizer in self._optimizers:
             if self._before_step in optimizer._before_step:
                 optimizer._before_step.remove(self._before_step)
+                optimizer._if_unreduced.remove((self.state, self._check_means))
 
     @property
     def hook_handles(self) -> list[RemovableHandle]:
@@ -720,17 +722,34 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
-        params = [p for optimizer in self._optimizers for p in optimizer._all] if self.state.unreduced else []
-        if self.group.world_size > 1 and any(p.grad is not None for p in params):
-            raise LifecycleError(
-                f"rank {self.group.rank}: step() or clip_grad_norm() comes after a backward inside of no_sync(), and "
-                "would take each owner's gradients for the mean over ranks. Run the last backward before a step "
-                "outside of no_sync(), or call reduce() of the wrapped model"
-            )
         if self.rounds is not None:
             self.rounds.check_step()
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
+
+    def _check_means(self) -> None:
+        """Refuses gradients that ``no_sync`` has left each rank's own, on all ranks (collective).
+
+        A program may have averaged them by itself, or cleared them: then all ranks have the same.
+        """
+        params = [p for optimizer in self._optimizers for p in optimizer._all]
+        grads = [(index, p.grad) for index, p in enumerate(params) if p.grad is not None]
+        if self.group.world_size == 1 or not grads:
+            return
+        if not self.group.backend.even_shards_only:  # there to read one would compile what is recorded
+            own = [
+                (k, *(str(f(g.to_dense()).item()) for f in (torch.sum, torch.linalg.vector_norm)))
+                for k, g in grads
+            ]
+            label = "a step after backwards inside of no_sync()"
+            everybody = all_gather_facts(self.group.channel("control"), own, label=label)
+            if all(others == everybody[0] for others in everybody):
+                return
+        raise LifecycleError(
+            f"rank {self.group.rank}: step() or clip_grad_norm() comes after a backward inside of no_sync(), and "
+            "would take each owner's gradients for the mean over ranks. Run the last backward before a step "
+            "outside of no_sync(), or call reduce() of the wrapped model"
+        )
 
 
 _exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters

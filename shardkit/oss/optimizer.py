@@ -47,6 +47,7 @@ from ..optimizers.shards import (
 )
 from ..progress import note_error, noting_errors
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
+from ..torch_seams.hooks import BackwardState
 from ..torch_seams.tensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from .placement import MASTER, FlatSegment, Placement, dtype_of_update, placement_for
@@ -134,6 +135,8 @@ class OSS(Optimizer):
         self._is_on_all_ranks = False
         self._has_stepped = False  # or loaded a state: on this rank or another
         self._before_step: list[Callable[[], None]] = []
+        # what is asked of gradients where backwards have left them unreduced; a closure may reduce them yet
+        self._if_unreduced: list[tuple[BackwardState, Callable[[], None]]] = []
         self.adds_in_order = False  # the gradients of a step, as ReducePolicy(order="fixed") says
         # what functools.partial gives a class, and torch's optimizers don't have: each rank's own
         named = set(optim.keywords) if isinstance(optim, functools.partial) else set()
@@ -314,6 +317,9 @@ class OSS(Optimizer):
 
     @not_compiled
     def _check_gradients(self) -> None:
+        for state, check in self._if_unreduced:
+            if state.unreduced:
+                check()
         if not self._before_step:  # else they were reduced to their owners
             self._agreed_gradients.check(self._group, self._all, self._are_owned)
 
@@ -360,6 +366,9 @@ class OSS(Optimizer):
         """
         for prepare in self._before_step:
             prepare()
+        for state, check in self._if_unreduced:
+            if state.unreduced:
+                check()
         counted, clipped = self.placement.to_clip(self.optim, self._all, float(norm_type))
         if filter_params_fn is not None:
             chosen = filter_params_fn([p for g in self.optim.param_groups for p in g["params"]])

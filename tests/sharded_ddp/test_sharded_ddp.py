@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardkit
@@ -80,6 +81,8 @@ def test_a_step_of_what_nobody_has_reduced(rank: int, world_size: int) -> None:
                 with pytest.raises(LifecycleError, match=rf"rank {rank}: .* inside of no_sync\(\)"):
                     call()
         model.zero_grad(to_none)
+        if not to_none:
+            optimizers[0].step()  # of zeros
         steps_beside(rank, world_size, model, plain, mean_square, optimizers)
         assert_same(model, plain)
     if world_size == 1:
@@ -87,6 +90,37 @@ def test_a_step_of_what_nobody_has_reduced(rank: int, world_size: int) -> None:
             with model.no_sync():
                 mean_square(m, rank, 0).backward()
             optimizer.step()
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("by", ["the closure", "the program"])
+@on_ranks(2, 3)
+def test_gradients_of_no_sync_that_are_reduced_otherwise(rank: int, world_size: int, by: str) -> None:
+    """In the closure of the step itself (Lightning's accumulation), or by a program that averages them."""
+    plain, inner = build(mlp), build(mlp)
+    optimizers = [shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1), SGD(plain.parameters())]
+    model = ShardedDataParallel(inner, optimizers[0])
+    for step in range(0, 6, 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+        def last(step: int = step) -> torch.Tensor:
+            loss = mean_square(model, rank, step + 1)
+            loss.backward()
+            return loss
+
+        with model.no_sync():
+            mean_square(model, rank, step).backward()
+            if by == "the program":
+                last()
+                for param in inner.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= world_size
+        optimizers[0].step(*[last] * (by == "the closure"))
+        for k in range(2):
+            for r in range(world_size):
+                (mean_square(plain, r, step + k) / world_size).backward()
+        optimizers[1].step()
         assert_same(model, plain)
 
 
