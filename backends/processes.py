@@ -22,7 +22,7 @@ from typing import IO, cast
 
 from shardkit.backend import Pool, get_backend
 from shardkit.errors import CONSEQUENCES, ConfigurationError, RankFailedError
-from shardkit.launching import end_with_parent, note, variables_of_rank
+from shardkit.launching.started import end_with_parent, note, variables_of_rank
 from shardkit.types import AnyCallable, Args, T
 
 from .diagnosis import begin_job, end_job, fail_job

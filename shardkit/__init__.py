@@ -60,15 +60,19 @@ if TYPE_CHECKING:  # the same names as in the tables below; tests/test_packaging
         ReducePolicy as ReducePolicy,
         ReshardPolicy as ReshardPolicy,
     )
-    from .launching import stop_requested as stop_requested
+    from .launching.stopping import stop_requested as stop_requested
     from .oss.sharded_ddp import ShardedDDP as ShardedDDP
     from .tools.summaries import summary as summary
     from .tracing.metrics import Metrics as Metrics
     from .tracing.ranges import span as span
     from .tracing.tracer import trace as trace
     from .checkpoint.format.folders import latest as latest
-    from .checkpoint.training import Restored as Restored, restore as restore, save as save
-    from .checkpoint.training import restore_training as restore_training, save_training as save_training
+    from .checkpoint.restoring import (
+        Restored as Restored,
+        restore as restore,
+        restore_training as restore_training,
+    )
+    from .checkpoint.saving import save as save, save_training as save_training
     from .checkpoint.weights import save_weights as save_weights
     from .training.whole_parameters.optimizer import WholeParameters as WholeParameters
     from .training.uneven import uneven as uneven
@@ -78,10 +82,12 @@ __version__ = ".".join(map(str, __version_tuple__))
 
 # What a training script needs, by home: dir() and ``*`` have these.
 _LISTED = {
-    "checkpoint.training": "restore_training save_training",
+    "checkpoint.restoring": "restore_training",
+    "checkpoint.saving": "save_training",
     "errors": "ShardkitError",
     "fsdp": "FSDP SentWeights fully_shard sharding_of step_in_backward",
-    "launching": "launch stop_requested",
+    "launching": "launch",
+    "launching.stopping": "stop_requested",
     "oss.optimizer": "OSS",
     "oss.sharded_ddp": "ShardedDDP",
     "policy": "OffloadPolicy PrecisionPolicy ReducePolicy ReshardPolicy",
@@ -100,7 +106,8 @@ _LISTED = {
 _UNLISTED = {
     "checkpoint.files.loading": "load load_with_or_without_prefix with_prefix without_prefix",
     "checkpoint.format.folders": "latest",
-    "checkpoint.training": "Restored restore save",
+    "checkpoint.restoring": "Restored restore",
+    "checkpoint.saving": "save",
     "checkpoint.weights": "save_weights",
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError UntrustedFileError",

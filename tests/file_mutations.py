@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint.format.contents import read_metadata
+from shardkit.checkpoint.format.metadata import read_metadata
 
 ROOT = Path(__file__).parents[1]
 BATCH = 1250
@@ -84,7 +84,7 @@ def originals(folder: Path) -> list[bytes]:
 
 def tables() -> list[bytes]:
     """Tables of contents of distributed checkpoints, with names as text on the stack and in lines."""
-    from shardkit.checkpoint.records import Written, metadata_of
+    from shardkit.checkpoint.data_file import Written, metadata_of
 
     records = [
         Written(("model", "a"), "float32", (4, 3), ((2 * k, 0), (2, 3)), 500 * k, 500, "") for k in range(2)

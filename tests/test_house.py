@@ -13,10 +13,10 @@ LINES = 64_500  # of all source; to be lowered with each release
 PARTS = {
     "backends": 7_241,
     "compat": 9_519,
-    "shardkit": 2_346,  # the files right there
+    "shardkit": 2_349,  # the files right there
     "shardkit/checkpoint": 6_700,
     "shardkit/flattening": 871,
-    "shardkit/fsdp": 11_448,
+    "shardkit/fsdp": 11_445,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_505,

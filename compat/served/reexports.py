@@ -9,6 +9,7 @@ from __future__ import annotations
 # Modules, all below shardkit, and what those were called up to 0.2.0, or are in fairscale, that may be imported by
 # either name.
 _BEFORE = {
+    "checkpoint.tools": "checkpoint_tools",
     "experimental.nn.data_parallel.gossip":
     "experimental.nn.data_parallel.gossip.distributed experimental.nn.data_parallel.gossip.gossiper "
     "experimental.nn.data_parallel.gossip.graph_manager experimental.nn.data_parallel.gossip.mixing_manager "
@@ -36,11 +37,16 @@ _BEFORE = {
     "optim.layerwise_gradient_scaler optim.oss",
     "pipeline.async_pipe": "pipeline.remote_pipe",
     "pipeline.pipe": "pipeline.microbatch pipeline.partition pipeline.skip",
+    "tools.estimate": "estimate",
+    "tools.rehearsal": "rehearsal",
     "tools.verify": "testing",
     "torch_fsdp.fsdp2": "torch_fsdp2",
     "training.adascale": "adascale",
+    "training.data": "data",
     "training.evaluation": "evaluation",
     "training.grad_scaler": "grad_scaler",
+    "training.out_of_memory": "out_of_memory",
+    "training.whole_parameters": "whole_parameters",
     "wrapping.activations": "activations",
     "wrapping.context": "wrapping.policies",
 }
@@ -213,6 +219,8 @@ REEXPORTED = {
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim":
     "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
+    "training_checkpoints.handles": "checkpoint.saving: Handle",
+    "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }
 # fmt: on
 

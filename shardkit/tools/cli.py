@@ -628,9 +628,9 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from shardkit.launching import write_at_once
+    from shardkit.launching.run_folder import write_at_once
     from shardkit.tools.trace import analyse, as_data, as_text, plot
-    from shardkit.tracing.tracer import of_events, read_events
+    from shardkit.tracing.timeline import of_events, read_events
 
     events = read_events(options.files)
     trace = of_events(events)

@@ -35,7 +35,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..backend import get_backend
 from ..errors import ConfigurationError, RankFailedError
-from ..launching import launch, started_rank
+from ..launching import launch
+from ..launching.started import started_rank
 from ..tracing.tables import counted
 from ..types import T
 from ..version import __version_tuple__

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigurationError
 from ..tracing.tables import counted, in_bytes, in_time, plain_table
-from ..tracing.tracer import Activity, RankTime, StepPlace, Trace
+from ..tracing.timeline import Activity, RankTime, StepPlace, Trace
 from ..types import StateDict
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ..backend import Backend, Group, backend_of_job
 from ..errors import ConfigurationError, LifecycleError
 from ..types import Framework, ProcessGroup
 from .ranges import What, listen, now, stop_listening
-from .tracer import WAITING, is_collective, part_path
+from .timeline import WAITING, is_collective, part_path
 
 Number: TypeAlias = float | int | torch.Tensor
 Record: TypeAlias = dict[str, float | int]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from ..backend import Backend, backend_of_job, host_random_states, seed_host, set_host_random_states
 from ..errors import ConfigurationError
-from ..launching import started_rank
+from ..launching.started import started_rank
 from ..model_parallel.groups import device_backend, seeded_state
 from ..types import Kwargs, StateDict
 

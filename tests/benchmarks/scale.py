@@ -80,7 +80,7 @@ def _train(
 def shardkit_cost(world_size: int, depth: int) -> Cost:
     """shardkit's FSDP."""
     from shardkit import FSDP
-    from shardkit.tools.estimate import CountingBackend
+    from shardkit.tools.estimate.devices import CountingBackend
 
     backend = CountingBackend(world_size)
     group = backend.group()

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint.format.contents import TableOfContents, read_metadata
-from shardkit.checkpoint.records import Written, metadata_of
+from shardkit.checkpoint.data_file import Written, metadata_of
+from shardkit.checkpoint.format.metadata import TableOfContents, read_metadata
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
 from tests import file_mutations

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint.format.contents import read_metadata
+from shardkit.checkpoint.format.metadata import read_metadata
 from shardkit.checkpoint.tools import Conversion, compare, convert, open_checkpoint, verify
 from tests.checkpoint_tools.samples import assert_same
 from tests.pools import rank_pool

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardkit.checkpoint.format.contents import read_metadata
+from shardkit.checkpoint.format.metadata import read_metadata
 from shardkit.checkpoint.tools import Conversion, convert, open_checkpoint, verify
 from shardkit.errors import DamagedFileError, ShardkitError
 from tests.checkpoint_tools.samples import make

@@ -14,23 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardkit.errors import ConfigurationError
 from shardkit.tools import cli
-from shardkit.tools.estimate import (
-    DEVICES,
-    Device,
-    Event,
-    Issue,
-    Kernel,
-    Mark,
-    Subject,
-    Tape,
-    Times,
-    Wait,
-    as_fsdp2,
-    clocked,
-    device_named,
-    estimate,
-    fsdp2_padding,
-)
+from shardkit.tools.estimate import DEVICES, Device, Subject, device_named, estimate, fsdp2_padding
+from shardkit.tools.estimate.devices import Event, Issue, Kernel, Mark, Tape, Times, Wait, as_fsdp2, clocked
 from tests.estimate.subjects import ADAMW, SUBJECTS, in_a_row
 from tests.pools import rank_pool
 

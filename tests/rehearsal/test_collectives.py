@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.errors import BackendError
-from shardkit.tools import rehearsal
-from shardkit.tools.rehearsal import rehearse
+from shardkit.tools.rehearsal import rehearse, surroundings
 from tests.pools import rank_pool
 from tests.rehearsal import programs
 
@@ -75,7 +74,7 @@ def test_what_another_torch_keeps_of_groups_is_each_ranks_own(monkeypatch: pytes
 
 
 def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsal.check()
+    surroundings.check()
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
     with pytest.raises(BackendError, match="_new_process_group_helper"):
         rehearse(lambda rank: None, 2)

@@ -23,9 +23,8 @@ import torch.distributed as dist
 import digits
 import shardkit
 from shardkit.errors import ConfigurationError
-from shardkit.tools import rehearsal
 from shardkit.tools.cli import main
-from shardkit.tools.rehearsal import rehearse
+from shardkit.tools.rehearsal import rehearse, surroundings
 from tests.pools import rank_pool
 from tests.rehearsal import hangs, trainings
 from tests.rehearsal.test_collectives import same
@@ -344,7 +343,7 @@ def test_a_lock_that_another_rank_holds_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ranks of a rehearsal share locks, where processes have one each: said, and ended by the timeout."""
-    monkeypatch.setattr(rehearsal.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
+    monkeypatch.setattr(surroundings.noticing_stillness.__wrapped__, "__defaults__", (0.3,))  # type: ignore[attr-defined]
     lock = threading.Lock()
 
     def work(rank: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardkit.launching import first_host, note, started_rank
+from shardkit.launching.started import first_host, note, started_rank
 from tests.pools import free_port
 from tests.started import environment, program
 

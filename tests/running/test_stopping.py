@@ -9,7 +9,7 @@ import time
 import torch
 
 import shardkit
-from shardkit import launching as stopping
+from shardkit.launching import stopping
 from tests.pools import on_ranks, rank_pool
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import shardkit
-from shardkit.launching import note_checkpoints
+from shardkit.launching.run_folder import note_checkpoints
 
 
 def complete_steps():

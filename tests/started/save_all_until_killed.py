@@ -5,7 +5,7 @@ import sys
 import torch
 import shardkit
 from shardkit.backend import get_backend
-from shardkit.checkpoint.format.contents import read_manifest, refuse_damage
+from shardkit.checkpoint.format.manifest import read_manifest, refuse_damage
 from tests.started.killing import die_at
 
 folder, background = sys.argv[1], sys.argv[2] == "True"

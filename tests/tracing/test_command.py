@@ -11,7 +11,7 @@ import pytest
 from shardkit.tools.cli import main
 from shardkit.tools.trace import advice, analyse
 from shardkit.tracing.ranges import What
-from shardkit.tracing.tracer import FORMAT, TracePart, of_events, read_events
+from shardkit.tracing.timeline import FORMAT, TracePart, of_events, read_events
 
 MS = 1_000_000
 

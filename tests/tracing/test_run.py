@@ -9,7 +9,7 @@ import pytest
 
 from shardkit.tools.cli import main
 from shardkit.tools.trace import analyse
-from shardkit.tracing.tracer import of_events, read_events
+from shardkit.tracing.timeline import of_events, read_events
 from tests.started import program, ran
 
 PROGRAM = program("train_with_a_late_rank")

@@ -15,8 +15,9 @@ import shardkit
 from shardkit.backend import backend_of_job
 from shardkit.errors import ConfigurationError, DamagedFileError, RankMismatchError
 from shardkit.tools.trace import advice, analyse
-from shardkit.tracing import tracer
-from shardkit.tracing.tracer import ClockReading, compare_clocks, of_events, on_rank_0, read_events, read_plan
+from shardkit.tracing import timeline, tracer
+from shardkit.tracing.timeline import ClockReading, compare_clocks, of_events, on_rank_0, read_events
+from shardkit.tracing.tracer import read_plan
 from tests.figures.counters import CallCounter
 from tests.pools import on_ranks, rank_pool
 from tests.tracing.trainings import SLOW, sharded, train
@@ -97,12 +98,12 @@ def check_file(trace: dict[str, Any], ranks: int, steps: list[int]) -> None:
 # ------------------------------------------------------------ clocks
 @on_ranks(3)
 def test_clocks_that_differ_are_found_out(rank: int) -> None:
-    before, ahead = tracer.now, rank * 3_000_000_000
-    tracer.now = lambda: before() + ahead
+    before, ahead = timeline.now, rank * 3_000_000_000
+    timeline.now = lambda: before() + ahead
     try:
         reading = compare_clocks(backend_of_job().group(None))
     finally:
-        tracer.now = before
+        timeline.now = before
     assert abs(reading.ahead - ahead) <= reading.error
     assert reading.error < 50e6
 
@@ -180,7 +181,7 @@ class _Timer:
 
     def mark(self) -> tuple[int, int]:
         self._marks += 1
-        return tracer.now(), self._marks
+        return timeline.now(), self._marks
 
     def seconds(self, first: Any, second: Any) -> float:
         return (second[0] - first[0]) / 1e9 + (second[1] - first[1]) * 1e-3

@@ -26,7 +26,7 @@ from shardkit import (
     fully_shard,
 )
 from shardkit.backend import Group
-from shardkit.checkpoint import records
+from shardkit.checkpoint import collecting
 from shardkit.errors import DamagedFileError, LifecycleError, UntrustedFileError
 from tests.file_mutations import peak_of
 from tests.fsdp_models import WIDTH, Tied, Transposed, Unused
@@ -344,7 +344,7 @@ def _different_steps(rank: int, folder: str) -> None:
 
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers with state of no parameter's shape, large tensors in small records, and strangers' files."""
-    monkeypatch.setattr(records, "LARGEST", 64)
+    monkeypatch.setattr(collecting, "LARGEST", 64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, history_size=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit import ConfigurationError, DamagedFileError
-from shardkit.checkpoint.format.contents import (
+from shardkit.checkpoint.format.manifest import (
     SHA256,
     XXH3,
     Manifest,

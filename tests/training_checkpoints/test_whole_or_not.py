@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit.checkpoint import records, training
+from shardkit.checkpoint import data_file, saving
 from shardkit.checkpoint.format import folders
-from shardkit.checkpoint.format.contents import read_manifest, refuse_damage
+from shardkit.checkpoint.format.manifest import read_manifest, refuse_damage
 from shardkit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -81,17 +81,17 @@ def test_an_error_on_one_rank_is_everybodys(rank: int, tmp_path: Path, in_backgr
     with pytest.raises(ConfigurationError, match=r"rank 1 does not see .* file system that all ranks share"):
         save()
     importlib.reload(folders)
-    writes = records.torch.save
+    writes = data_file.torch.save
     try:
         if rank:
-            records.write_parts.__globals__["_write"], kept = _full, records._write
+            data_file.write_parts.__globals__["_write"], kept = _full, data_file._write
         with pytest.raises(FileNotWrittenError, match="on rank 1: No space left") as raised:
             save()
         assert raised.value.errno == 28
     finally:
         if rank:
-            records.write_parts.__globals__["_write"] = kept
-    assert records.torch.save is writes
+            data_file.write_parts.__globals__["_write"] = kept
+    assert data_file.torch.save is writes
     found = shardkit.latest(tmp_path)
     assert found is not None
     refuse_damage(found, manifest := read_manifest(found))
@@ -150,13 +150,13 @@ def test_a_process_that_has_but_the_number_of_a_killed_one(tmp_path: Path) -> No
 
 def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    real = records.write_parts
+    real = data_file.write_parts
 
     def slow(*args: Any) -> None:
         assert go_on.wait(30)
         real(*args)
 
-    monkeypatch.setattr(training, "write_parts", slow)
+    monkeypatch.setattr(saving, "write_parts", slow)
     model = _model(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     model(torch.ones(4)).sum().backward()
@@ -184,13 +184,13 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
     code = """
     import sys, time, torch, shardkit
-    from shardkit.checkpoint import training
+    from shardkit.checkpoint import saving
 
-    real = training.write_parts
+    real = saving.write_parts
     def slow(*arguments):
         time.sleep(0.5)
         real(*arguments)
-    training.write_parts = slow
+    saving.write_parts = slow
     shardkit.save(sys.argv[1], model=torch.nn.Linear(2, 2), step=1, async_=True)
     assert shardkit.latest(sys.argv[1]) is None
     """
@@ -208,7 +208,7 @@ def test_models_that_differ(rank: int, tmp_path: Path) -> None:
 
 
 def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "write_parts", _full)
+    monkeypatch.setattr(saving, "write_parts", _full)
     shardkit.save(tmp_path, model=_model(), step=1, async_=True)
     with pytest.raises(FileNotWrittenError, match="the save before failed"):
         shardkit.save(tmp_path, model=_model(), step=2)
@@ -220,10 +220,10 @@ def test_the_next_save_raises_what_went_wrong(tmp_path: Path, monkeypatch: pytes
 def test_a_rank_that_is_gone_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "PATIENCE", 0.2)
+    monkeypatch.setattr(saving, "PATIENCE", 0.2)
     from shardkit.optimizer_state.kinds import Ranks
 
-    work = training.Save(str(tmp_path), Ranks(None, 0, (0, 1)), 1, None, copies=False)
+    work = saving.Save(str(tmp_path), Ranks(None, 0, (0, 1)), 1, None, copies=False)
     work.temporary = folders.begin(str(tmp_path), 1)
     begin = time.time()
     with pytest.raises(CheckpointError, match="is one of them gone"):

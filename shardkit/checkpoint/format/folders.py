@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ...errors import ConfigurationError
 from ..files.writing import is_alive, sync, take_name_of_folder
-from .contents import NAME, read_manifest
+from .manifest import NAME, read_manifest
 
 logger = logging.getLogger("shardkit")
 

@@ -24,35 +24,14 @@ from ...torch_seams.tensors import differing
 from ...types import StateDict, Tree
 from ..files.loading import View
 from ..format import folders
-from ..format.contents import (
-    METADATA,
-    Chunk,
-    DamagedItem,
-    Manifest,
-    Record,
-    damages,
-    dotted,
-    read_manifest,
-    read_metadata,
-    refuse_damage,
-)
-from ..format.contents import NAME as MANIFEST
 from ..format.folders import latest
-from ..trained import equal
+from ..format.manifest import NAME as MANIFEST
+from ..format.manifest import DamagedItem, Manifest, damages, read_manifest, refuse_damage
+from ..format.metadata import METADATA, Chunk, Record, dotted, read_metadata
+from ..rank_states import equal
 from . import hugging_face, rank_files
-from .stored import (
-    Checkpoint,
-    Contents,
-    FilePlace,
-    StoredPart,
-    StoredTensor,
-    find_model,
-    held,
-    leaves,
-    mapped,
-    read_torch_file,
-    without_layer,
-)
+from .stored import Checkpoint, FilePlace, StoredPart, StoredTensor, find_model, leaves, mapped, without_layer
+from .torch_files import Contents, held, read_torch_file
 
 
 def read_folder(folder: str, trust_pickle: bool = False) -> StateDict:

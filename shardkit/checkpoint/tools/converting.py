@@ -11,14 +11,16 @@ import torch
 
 from ...errors import ConfigurationError
 from ...types import StateDict, Tree
+from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
-from ..format.contents import NAME as MANIFEST
-from ..format.contents import Manifest, ManifestItem, best_hash, dotted, stored_file
-from ..records import Written, describe
+from ..format.manifest import NAME as MANIFEST
+from ..format.manifest import Manifest, ManifestItem, best_hash, stored_file
+from ..format.metadata import dotted
 from . import rank_files
 from .comparing import compared, open_checkpoint
 from .hugging_face import check_shard_size, without_wrappers, write_hugging_face
-from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put, write_torch_file
+from .stored import Checkpoint, Path, StoredTensor, at, leaves, mapped, put
+from .torch_files import write_torch_file
 
 
 def is_by_name(optimizer: StateDict) -> bool:

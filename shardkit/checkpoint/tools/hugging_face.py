@@ -15,7 +15,8 @@ import torch
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
-from .stored import BLOCK, FilePlace, StoredPart, StoredTensor, read_torch_file, without_ties
+from .stored import BLOCK, FilePlace, StoredPart, StoredTensor, without_ties
+from .torch_files import read_torch_file
 
 INDEX = "model.safetensors.index.json"
 _OLD_INDEX = "pytorch_model.bin.index.json"

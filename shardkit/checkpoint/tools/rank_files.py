@@ -23,16 +23,8 @@ from ...fsdp.state import INNER, OUTER, clean
 from ...fsdp.state_dict import flat_shards, names_of_shared, note_of
 from ...layout import boxes_of
 from ...types import SavedState, StateDict
-from .stored import (
-    FilePlace,
-    Shape,
-    StoredPart,
-    StoredTensor,
-    TorchFileWriter,
-    blocks_of,
-    in_memory,
-    without_ties,
-)
+from .stored import FilePlace, Shape, StoredPart, StoredTensor, blocks_of, in_memory, without_ties
+from .torch_files import TorchFileWriter
 
 PREFIX = "_fsdp_shard"
 SEPARATOR = "_FSDP_SHARD_SEPARATOR_"

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ...errors import ShardkitError
 from ...tracing.tables import counted, in_bytes, plain_table
 from ...types import StateDict
-from ..format.contents import dotted, read_manifest
 from ..format.folders import TEMPORARY, steps_in
+from ..format.manifest import read_manifest
+from ..format.metadata import dotted
 from .comparing import Comparison, Verified, open_checkpoint, short, short_dtype
 from .converting import Converted
 from .stored import Checkpoint, StoredTensor, at

@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from ...checkpoint.format import folders
 from ...errors import CONSEQUENCES, ConfigurationError
-from ...launching import RUN_DIR, RunFolder, steps_of
+from ...launching.run_folder import RUN_DIR, RunFolder, steps_of
 from ...tracing.tables import counted
 from ...tracing.tracer import VARIABLE as TRACE
 from ...tracing.tracer import read_plan

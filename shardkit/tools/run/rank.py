@@ -22,7 +22,8 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
-from ...launching import Steps, end_with_parent, write_at_once
+from ...launching.run_folder import Steps, write_at_once
+from ...launching.started import end_with_parent
 
 FILES = "SHARDKIT_RANK_FILES"  # environment variable: path of the rank's files, without their endings
 PIPE = "SHARDKIT_RANK_PIPE"  # environment variable: a named pipe; who opens it asks where the rank stands

@@ -1,177 +1,34 @@
-"""What a checkpoint is of: a model and its optimizers, by the model's names, and state that each rank has of its own.
-
-[Note: another world size] Where a checkpoint is restored by another number of ranks than wrote it (W), rank r takes
-the random states of rank r % W: the first W ranks go on as they were, and further ones begin where others do, so that
-no state is made up. A loader's states go to all ranks where they are equal on all; else only the loader itself knows
-how to divide what is left, by :meth:`TakesRankStates.load_rank_states`.
-"""
+"""Optimizers as checkpoints see them: slots with their state, and groups by the model's names."""
 
 from __future__ import annotations
 
 import abc
 import copy
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..backend import Backend
-from ..errors import ConfigurationError, LifecycleError
-from ..fsdp.construct import wake
-from ..fsdp.flat_param import FlatParam, Registered, RegisteredShard
-from ..fsdp.originals import refuse_meta, refuse_split
-from ..fsdp.state import ShardingState, plain_name, state_of
-from ..fsdp.state_dict import buffers_of, name_at, place_of, slot_of, written_parameters
+from ..errors import ConfigurationError
+from ..fsdp.flat_param import Registered, RegisteredShard
+from ..fsdp.state_dict import slot_of
 from ..layout import Piece
 from ..optimizer_state.forms import NOTE
-from ..optimizer_state.kinds import (
-    Fixed,
-    Leaf,
-    Ranks,
-    Slot,
-    Span,
-    of_dtensor,
-    piece_of,
-    refuse_class,
-    to_cpu,
-    whole,
-)
+from ..optimizer_state.kinds import Slot, Span
 from ..optimizers.shards import copy_options, given_way, options_of, shard_behind
 from ..oss.optimizer import OSS
-from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.tensors import is_dtensor
 from ..training.adascale import AdaScale
 from ..training.whole_parameters.exchange import Part
 from ..training.whole_parameters.optimizer import WholeParameters
 from ..training.whole_parameters.optimizer import slot_of as slot_of_parts
 from ..types import StateDict, Tree
-
-EXTRA = "_extra_state"
-
-
-class ModelState:
-    """A model, unwrapped, and where its parameters are.
-
-    Args:
-        model: as it trains: plain, wrapped by anything that averages gradients, or sharded.
-        ranks: those that save or restore.
-
-    Attributes:
-        module: the model without what averages its gradients.
-        is_sharded: some of it lies in flat parameters.
-        same: ranks that write what every rank has as a whole.
-    """
-
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
-        self.module = model
-        while isinstance(self.module, (ShardedDDP, DistributedDataParallel, DataParallel)):
-            self.module = self.module.module
-        # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
-        self.same = ranks.everybody if self.module is not model else (0,)
-        self.ranks = ranks
-        self._copies: dict[int, tuple[int, ...]] = {}
-        self._here: dict[int, dict[int, Piece]] = {}
-        self._taken: StateDict = {}
-        self.states = [s for s in (state_of(m) for m in self.module.modules()) if s is not None]
-        for state in self.states:
-            wake(state)
-        for state in self.states:
-            self._add(state)
-        self.is_sharded = bool(self.states)
-
-    def _add(self, state: ShardingState) -> None:
-        for flat in state.flats:
-            refuse_meta(flat)
-            refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
-            if flat.is_summoned:
-                raise LifecycleError(
-                    "parameters are summoned or unsharded at this moment, and changes to them not yet in the shards: "
-                    "save and restore after `with summon_full_params()` has ended (or after reshard())"
-                )
-            replicas = state.replicas.ranks if state.replicas is not None else ()
-            held = len(flat.group.ranks) * max(1, len(replicas))
-            if not set(flat.group.ranks) <= set(self.ranks.world) or held != self.ranks.size:
-                self.ranks.refuse_others(flat.names[0], flat.group.ranks)
-            self._copies[id(flat)] = self.ranks.places(replicas) if replicas else self.ranks.alone
-            pieces = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
-            self._here[id(flat)] = pieces
-
-    # ------------------------------------------------------------ facts
-    def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
-        """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
-        is_copied = number is not None and flat.layout.is_copied(number)
-        return self.ranks.everybody if is_copied else self._copies[id(flat)]
-
-    def piece(self, flat: FlatParam, number: int) -> Piece | None:
-        """Finds the piece of an original parameter on this rank."""
-        return self._here[id(flat)].get(number)
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
-        """Yields (name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
-        for name, param in written_parameters(self.module):
-            flat, number = place_of(param)
-            yield name, param, flat, number
-
-    # ------------------------------------------------------------ leaves
-    def leaves(self) -> dict[str, Leaf | Fixed]:
-        """Lists everything that a state dict has, by name; what is no tensor as it is."""
-        if not self.is_sharded:
-            self._taken = self.module.state_dict(keep_vars=True)
-            return {plain_name(name): self._leaf(name, value) for name, value in self._taken.items()}
-        found: dict[str, Leaf | Fixed] = {}
-        shards = {id(f): f.param.detach() for s in self.states for f in s.flats}
-        for name, param, flat, number in self.parameters():
-            if flat is None:
-                found[name] = self._leaf(name, param)
-            else:
-                shape = flat.originals[number].shape
-                copies = self.copies_of(flat, number) if shape.numel() else (0,)
-                found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
-        modules = list(self.module.named_modules(remove_duplicate=False))
-        extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
-        given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
-        for name, value in [*buffers_of(modules), *given]:
-            found[name] = self._leaf(name, value, of_first=True)
-        return found
-
-    def _leaf(self, name: str, value: object, of_first: bool = False) -> Leaf | Fixed:
-        if not isinstance(value, torch.Tensor):
-            return Fixed(value)
-        if value.is_meta:
-            raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
-        if is_dtensor(value):
-            return of_dtensor(name, value, self.ranks)
-        if is_traceable_wrapper_subclass(value):
-            refuse_class(name, value)
-        # buffers may differ between ranks: those of the first count, as in state dicts
-        is_buffer = of_first or not isinstance(value, nn.Parameter)
-        return whole(value, (0,) if is_buffer else self.same)
-
-    # ------------------------------------------------------------ loading
-    def loaded(self, found: Mapping[str, object]) -> None:
-        """Takes what is no tensor, after values were written into the leaves."""
-        for state in self.states:
-            for flat in state.flats:
-                flat.drop()  # what is gathered is of before
-        if self.is_sharded:
-            for path, m in self.module.named_modules(remove_duplicate=False):
-                name = name_at(path, EXTRA)
-                if name in found:
-                    m.set_extra_state(cast(Tree, found[name]))
-            return
-        given = {name: found.get(plain_name(name), value) for name, value in self._taken.items()}
-        with torch.no_grad():
-            self.module.load_state_dict(given, strict=True)
+from .model_state import ModelState
+from .rank_states import Stateful
 
 
-# ------------------------------------------------------------ optimizers
 class Holder(abc.ABC):
     """An optimizer, whatever spreads its state.
 
@@ -570,95 +427,3 @@ def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
     if isinstance(inner, WholeParameters):
         return WholeHolder(inner, names)
     return PlainHolder(inner, names)
-
-
-# ------------------------------------------------------------ random numbers, and the place in the data, of each rank
-class Stateful(Protocol):
-    """The methods that schedulers, scalers and loaders have."""
-
-    def state_dict(self) -> StateDict: ...
-    def load_state_dict(self, state_dict: StateDict, /) -> object: ...
-
-
-@runtime_checkable
-class TakesRankStates(Protocol):
-    """A loader or sampler that goes on from the states of another number of ranks."""
-
-    def load_rank_states(self, states: Sequence[StateDict], /) -> object:
-        """Takes the states of all ranks that wrote a checkpoint, in the order of ranks; all ranks call it alike."""
-        ...
-
-
-def random_states(backend: Backend) -> StateDict:
-    """Returns the states of Python, numpy if it was imported, torch on the host, and the device; as data."""
-    found: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        found["numpy"] = (str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(gauss))
-    if backend.device_type != "cpu":
-        found[backend.device_type] = to_cpu(backend.rng_state())
-    return found
-
-
-def set_random_states(backend: Backend, states: StateDict) -> None:
-    """Does the reverse; generators of which nothing was saved stay as they are."""
-    if "python" in states:
-        version, inner, gauss = states["python"]
-        random.setstate((version, tuple(inner), gauss))
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            kind, keys, position, has_gauss, gauss = states["numpy"]
-            numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), position, has_gauss, gauss))
-    if backend.device_type != "cpu" and backend.device_type in states:
-        backend.set_rng_state(states[backend.device_type])
-
-
-def load_loader(loader: Stateful, states: Sequence[StateDict | None], world_size: int | None) -> None:
-    """Gives a loader its rank's state, or what it can make of others'.
-
-    Args:
-        states: of all ranks that wrote the checkpoint; or its own alone.
-        world_size: of those that restore; None: its own state is given.
-    """
-    there = [state for state in states if state is not None]
-    if len(there) != len(states):
-        raise ConfigurationError(
-            "the checkpoint has no state of a loader: it was saved without loader=. Restore without it"
-        )
-    if world_size is None:
-        loader.load_state_dict(there[0])
-        return
-    places = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    takes = next((place for place in places if isinstance(place, TakesRankStates)), None)
-    if takes is not None:
-        takes.load_rank_states(there)
-    elif all(equal(state, there[0]) for state in there):
-        loader.load_state_dict(there[0])
-    else:
-        raise ConfigurationError(
-            f"the checkpoint has the places in the data of {len(there)} ranks, each its own, and {world_size} ranks "
-            f"restore it: {type(loader).__name__} has no load_rank_states(states) that says how they go on. Restore "
-            "with as many ranks, use a sampler that counts samples over all ranks, or restore without loader= (the "
-            "epoch begins anew)"
-        )
-
-
-def equal(a: Tree, b: Tree) -> bool:
-    """Says whether two values are the same, tensors and arrays in containers of theirs too; NaN is the same as NaN."""
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    if type(a).__module__ == "numpy" and hasattr(a, "tobytes"):
-        kinds = (getattr(a, "dtype", None), getattr(a, "shape", None))
-        return kinds == (getattr(b, "dtype", None), getattr(b, "shape", None)) and a.tobytes() == b.tobytes()
-    try:
-        return type(a) is type(b) and (bool(a == b) or (isinstance(a, float) and repr(a) == repr(b)))
-    except (TypeError, ValueError, RuntimeError):
-        return False

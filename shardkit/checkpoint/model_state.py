@@ -1,0 +1,140 @@
+"""Parameters and buffers of a model under the names that it was written with, as this rank has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ConfigurationError, LifecycleError
+from ..fsdp.construct import wake
+from ..fsdp.flat_param import FlatParam
+from ..fsdp.originals import refuse_meta, refuse_split
+from ..fsdp.state import ShardingState, plain_name, state_of
+from ..fsdp.state_dict import buffers_of, name_at, place_of, written_parameters
+from ..layout import Piece
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
+from ..oss.sharded_ddp import ShardedDDP
+from ..torch_seams.tensors import is_dtensor
+from ..types import StateDict, Tree
+
+EXTRA = "_extra_state"
+
+
+class ModelState:
+    """A model, unwrapped, and where its parameters are.
+
+    Args:
+        model: as it trains: plain, wrapped by anything that averages gradients, or sharded.
+        ranks: those that save or restore.
+
+    Attributes:
+        module: the model without what averages its gradients.
+        is_sharded: some of it lies in flat parameters.
+        same: ranks that write what every rank has as a whole.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+        self.module = model
+        while isinstance(self.module, (ShardedDDP, DistributedDataParallel, DataParallel)):
+            self.module = self.module.module
+        # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
+        self.same = ranks.everybody if self.module is not model else (0,)
+        self.ranks = ranks
+        self._copies: dict[int, tuple[int, ...]] = {}
+        self._here: dict[int, dict[int, Piece]] = {}
+        self._taken: StateDict = {}
+        self.states = [s for s in (state_of(m) for m in self.module.modules()) if s is not None]
+        for state in self.states:
+            wake(state)
+        for state in self.states:
+            self._add(state)
+        self.is_sharded = bool(self.states)
+
+    def _add(self, state: ShardingState) -> None:
+        for flat in state.flats:
+            refuse_meta(flat)
+            refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
+            if flat.is_summoned:
+                raise LifecycleError(
+                    "parameters are summoned or unsharded at this moment, and changes to them not yet in the shards: "
+                    "save and restore after `with summon_full_params()` has ended (or after reshard())"
+                )
+            replicas = state.replicas.ranks if state.replicas is not None else ()
+            held = len(flat.group.ranks) * max(1, len(replicas))
+            if not set(flat.group.ranks) <= set(self.ranks.world) or held != self.ranks.size:
+                self.ranks.refuse_others(flat.names[0], flat.group.ranks)
+            self._copies[id(flat)] = self.ranks.places(replicas) if replicas else self.ranks.alone
+            pieces = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
+            self._here[id(flat)] = pieces
+
+    # ------------------------------------------------------------ facts
+    def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
+        """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
+        is_copied = number is not None and flat.layout.is_copied(number)
+        return self.ranks.everybody if is_copied else self._copies[id(flat)]
+
+    def piece(self, flat: FlatParam, number: int) -> Piece | None:
+        """Finds the piece of an original parameter on this rank."""
+        return self._here[id(flat)].get(number)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
+        """Yields (name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
+        for name, param in written_parameters(self.module):
+            flat, number = place_of(param)
+            yield name, param, flat, number
+
+    # ------------------------------------------------------------ leaves
+    def leaves(self) -> dict[str, Leaf | Fixed]:
+        """Lists everything that a state dict has, by name; what is no tensor as it is."""
+        if not self.is_sharded:
+            self._taken = self.module.state_dict(keep_vars=True)
+            return {plain_name(name): self._leaf(name, value) for name, value in self._taken.items()}
+        found: dict[str, Leaf | Fixed] = {}
+        shards = {id(f): f.param.detach() for s in self.states for f in s.flats}
+        for name, param, flat, number in self.parameters():
+            if flat is None:
+                found[name] = self._leaf(name, param)
+            else:
+                shape = flat.originals[number].shape
+                copies = self.copies_of(flat, number) if shape.numel() else (0,)
+                found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
+        modules = list(self.module.named_modules(remove_duplicate=False))
+        extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
+        given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
+        for name, value in [*buffers_of(modules), *given]:
+            found[name] = self._leaf(name, value, of_first=True)
+        return found
+
+    def _leaf(self, name: str, value: object, of_first: bool = False) -> Leaf | Fixed:
+        if not isinstance(value, torch.Tensor):
+            return Fixed(value)
+        if value.is_meta:
+            raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
+        if is_dtensor(value):
+            return of_dtensor(name, value, self.ranks)
+        if is_traceable_wrapper_subclass(value):
+            refuse_class(name, value)
+        # buffers may differ between ranks: those of the first count, as in state dicts
+        is_buffer = of_first or not isinstance(value, nn.Parameter)
+        return whole(value, (0,) if is_buffer else self.same)
+
+    # ------------------------------------------------------------ loading
+    def loaded(self, found: Mapping[str, object]) -> None:
+        """Takes what is no tensor, after values were written into the leaves."""
+        for state in self.states:
+            for flat in state.flats:
+                flat.drop()  # what is gathered is of before
+        if self.is_sharded:
+            for path, m in self.module.named_modules(remove_duplicate=False):
+                name = name_at(path, EXTRA)
+                if name in found:
+                    m.set_extra_state(cast(Tree, found[name]))
+            return
+        given = {name: found.get(plain_name(name), value) for name, value in self._taken.items()}
+        with torch.no_grad():
+            self.module.load_state_dict(given, strict=True)
