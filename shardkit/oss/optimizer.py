@@ -174,7 +174,7 @@ class OSS(Optimizer):
     def __getstate__(self) -> StateDict:
         """Refuses to be copied or pickled: torch would leave out all but options and this rank's state."""
         raise LifecycleError(
-            f"rank {self.rank}: an OSS is connected to other ranks, and can't be copied or pickled. Make another one "
+            f"rank {self.rank}: an OSS is connected to its group, and can't be copied or pickled. Make another one "
             "over the parameters of the copied model, and load this one's state_dict(all_ranks=True) into it"
         )
 

@@ -461,7 +461,7 @@ def _rehearse(options: argparse.Namespace) -> int:
     how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}
     if options.bits:
         bits = rehearse_bits(options.program, sizes, **how)
-        _print(options, {"good": bits.is_good, "partings": bits.partings}, bits)
+        print(json.dumps({"good": bits.is_good, "partings": bits.partings}) if options.json else bits)
         return 0 if bits.is_good else 1
     if len(sizes) != 1:
         raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")

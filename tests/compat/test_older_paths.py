@@ -30,6 +30,9 @@ MOVED = {
     "nn.misc.checkpoint_activations": "nn.checkpoint.checkpoint_activations",
     "nn.auto_wrap": "nn.wrap.auto_wrap",
     "optim.utils": "internal.params",
+    "checkpoint_tools": "checkpoint.tools",
+    **{m: f"training.{m}" for m in ("data", "out_of_memory", "whole_parameters")},
+    **{m: f"tools.{m}" for m in ("estimate", "rehearsal")},
 }  # fmt: skip
 
 # Modules that fairscale's packages have as attributes, for they import them.

@@ -47,6 +47,20 @@ def test_every_step_of_every_graph(graph: type[graphs.GraphManager]) -> None:
     assert made >= 4
 
 
+class Neighbours(graphs.GraphManager):
+    """A graph of a user's own, by the methods that fairscale's has."""
+
+    def _make_graph(self) -> None:
+        for rank in range(self.world_size):
+            self._add_peers(rank, [self._rotate_forward(rank, 1), self._rotate_backward(rank, 1)])
+
+
+def test_a_graph_of_ones_own() -> None:
+    book = Neighbours(0, 4).phone_book
+    assert [[edge.dest for edge in edges] for edges in book] == [[1, 3], [2, 0], [3, 1], [0, 2]]
+    assert not issubclass(graphs.DynamicBipartiteLinearGraph, graphs.DynamicDirectedLinearGraph)
+
+
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
 def test_what_is_no_graph(graph: type[graphs.GraphManager]) -> None:
     for world_size, peers in ((1, 1), (4, 0), (4, 4)):

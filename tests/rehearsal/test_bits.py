@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit
+from shardkit.tools.cli import main
 from shardkit.tools.rehearsal import rehearse_bits
 
 
@@ -42,3 +45,12 @@ def test_the_first_bit_that_differs_is_told(strategy: str) -> None:
     [two, three] = rehearse_bits(lambda rank: _in_order(rank, strategy, None), (1, 2, 3)).partings
     assert two.startswith("2 ranks and 1 part at step 0, value of 0.weight, element ")
     assert three.startswith("3 ranks and 1 part at step 0, value of 0.weight, element ")
+
+
+def test_what_is_found_is_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "idle.py"
+    script.write_text("print('idle')\n")
+    assert main(["rehearse", "--bits", "--json", "--ranks", "1,2", str(script)]) == 1
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not found["good"]
+    assert set(found) == {"good", "partings"}

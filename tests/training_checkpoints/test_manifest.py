@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -63,6 +64,19 @@ def test_every_flipped_byte_is_found(tmp_path: Path, kind: str) -> None:
     _verify(tmp_path)
 
 
+def test_a_file_of_the_first_format(tmp_path: Path) -> None:
+    """It had a checksum of all of a file beside those of its items."""
+    now = _written(tmp_path, SHA256)
+    whole = hash_of((tmp_path / "__0_0.distcp").read_bytes(), SHA256)
+    files = {n: dataclasses.replace(f, hash=whole) if f.items else f for n, f in now.files.items()}
+    write_manifest(tmp_path, dataclasses.replace(now, files=files, format=1))
+    assert read_manifest(tmp_path).format == 1
+    _verify(tmp_path)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(3000))
+    with pytest.raises(DamagedFileError, match="other bytes"):
+        _verify(tmp_path)
+
+
 def test_files_that_are_cut_or_gone(tmp_path: Path) -> None:
     _written(tmp_path, SHA256)
     (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes()[:1500])
@@ -83,7 +97,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         _verify(tmp_path / "nowhere")
     manifest = _written(tmp_path, SHA256)
     text = (tmp_path / "shardkit.json").read_text()
-    (tmp_path / "shardkit.json").write_text(text.replace('"format": 1', '"format": 2'))
+    assert text.count('"format": 2') == 1
+    (tmp_path / "shardkit.json").write_text(text.replace('"format": 2', '"format": 3'))
     with pytest.raises(ConfigurationError, match="later one wrote it"):
         _verify(tmp_path)
     (tmp_path / "shardkit.json").write_text(text.replace("__0_0.distcp", "../elsewhere"))

@@ -68,7 +68,7 @@ def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:
     return hasher.hexdigest()
 
 
-FORMAT = 1
+FORMAT = 2  # 1: with a checksum of all of a file that has items, too
 NAME = "shardkit.json"
 _OWN = "hash_of_this"
 

@@ -149,6 +149,9 @@ class GraphManager(ABC):
     def _rotate_forward(self, r: int, p: int) -> int:
         return (r + p) % self.world_size
 
+    def _rotate_backward(self, r: int, p: int) -> int:
+        return (r - p) % self.world_size
+
 
 def _powers(base: int, world_size: int) -> list[int]:
     """Lists 1, base, base², ..., all less than the world."""
@@ -172,7 +175,7 @@ class _TwoWay(GraphManager):
             )
         for rank in range(self.world_size):
             for hop in self._hops():
-                self._add_peers(rank, [self._rotate_forward(rank, hop), self._rotate_forward(rank, -hop)])
+                self._add_peers(rank, [self._rotate_forward(rank, hop), self._rotate_backward(rank, hop)])
 
 
 class _Bipartite(_TwoWay):
@@ -216,8 +219,10 @@ class DynamicDirectedLinearGraph(_TwoWay):
         return range(1, self.world_size, 2)
 
 
-class DynamicBipartiteLinearGraph(_Bipartite, DynamicDirectedLinearGraph):
+class DynamicBipartiteLinearGraph(_Bipartite):
     """All nodes of the other kind, nearest first."""
+
+    _hops = DynamicDirectedLinearGraph._hops
 
 
 class RingGraph(_TwoWay):
