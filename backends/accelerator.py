@@ -31,7 +31,8 @@ from shardkit.types import Tree
 
 from .c10d.group import NUMBERS, OPS, After, C10dBackend, C10dGroup, C10dWork, TorchWork, as_bytes, as_real
 from .connections import process_group_over
-from .diagnosis import Call, CallFacts, Watch
+from .diagnosis.stack_report import Call, CallFacts
+from .diagnosis.watchdog import Watch
 
 
 class EventTimer:

@@ -25,7 +25,7 @@ from shardkit.errors import CONSEQUENCES, ConfigurationError, RankFailedError
 from shardkit.launching.started import end_with_parent, note, variables_of_rank
 from shardkit.types import AnyCallable, Args, T
 
-from .diagnosis import begin_job, end_job, fail_job
+from .diagnosis.watchdog import begin_job, end_job, fail_job
 
 _GRACE_SECONDS = 1.0  # in which the cause of a rank's consequence is looked for elsewhere
 

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 import shardkit
 from shardkit.backend import Backend, ReduceOp, get_backend
 from shardkit.types import Kwargs
-from shardkit.wrapping.context import transformer_auto_wrap_policy
+from shardkit.wrapping.policies import transformer_auto_wrap_policy
 
 STRATEGIES = ("ddp", "oss", "sharded_ddp", "fsdp")
 EPOCHS = 20

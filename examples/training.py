@@ -43,7 +43,7 @@ from shardkit.tracing.metrics import JsonLines, Sink, TensorBoard
 from shardkit.training.data import ResumableLoader
 from shardkit.types import Kwargs, StateDict, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper
-from shardkit.wrapping.context import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from shardkit.wrapping.policies import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from shardkit.xla.fsdp import (
     XlaFullyShardedDataParallel,
     checkpoint_module,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # the same names as in the tables below; tests/test_packaging
     )
     from .training.grad_scaler import GradScaler as GradScaler, ShardedGradScaler as ShardedGradScaler
     from .launching import launch as launch
-    from .optimizers.shards import declare_elementwise as declare_elementwise
+    from .optimizers.elementwise import declare_elementwise as declare_elementwise
     from .oss.optimizer import OSS as OSS
     from .training.out_of_memory import SkipOutOfMemory as SkipOutOfMemory
     from .policy import (
@@ -112,7 +112,7 @@ _UNLISTED = {
     "errors": "BackendError CheckpointError ConfigurationError DamagedFileError FileNotWrittenError LifecycleError "
     "OutOfStepError RankFailedError RankLostError RankMismatchError UntrustedFileError",
     "fsdp": "Change hybrid_groups register_fsdp_forward_method",
-    "optimizers.shards": "declare_elementwise",
+    "optimizers.elementwise": "declare_elementwise",
     "policy": "Compression",
     "tracing.ranges": "span",
     "training.adascale": "AdaScale",

@@ -690,6 +690,7 @@ def backend_for(tensors: Iterable[Tensor], name: str | Backend | None = None) ->
     for backend in (provider() for provider in _current if chosen is None):
         if backend is not None and device.type in (backend.device_type, "meta"):
             chosen = backend
+            break
     chosen = chosen or backend_for_device(device.type)
     if device.index is not None and device.type == chosen.device_type:
         chosen.settle(device)

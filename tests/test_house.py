@@ -12,8 +12,8 @@ LINES = 64_500  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_241,
-    "compat": 9_519,
-    "shardkit": 2_349,  # the files right there
+    "compat": 9_517,
+    "shardkit": 2_350,  # the files right there
     "shardkit/checkpoint": 6_700,
     "shardkit/flattening": 871,
     "shardkit/fsdp": 11_445,
@@ -22,7 +22,7 @@ PARTS = {
     "shardkit/model_parallel": 1_505,
     "shardkit/optimizer_state": 1_294,
     "shardkit/optimizers": 553,
-    "shardkit/oss": 3_040,
+    "shardkit/oss": 3_041,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_624,

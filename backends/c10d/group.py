@@ -47,7 +47,8 @@ from shardkit.errors import ConfigurationError, OutOfStepError, RankLostError, S
 from shardkit.types import ProcessGroup, T
 
 from .. import connections
-from ..diagnosis import AGREEMENT, STORE_THREAD, Call, CallFacts, NoAnswer, Watch, uncounted
+from ..diagnosis.stack_report import AGREEMENT, Call, CallFacts, uncounted
+from ..diagnosis.watchdog import STORE_THREAD, NoAnswer, Watch
 from ..eager import GroupInName, RanksInName
 from ..processes import RankPool
 

@@ -61,7 +61,8 @@ from shardkit.types import Args, ProcessGroup, T, Tree
 
 from ..c10d.group import ORDERED_CHANNELS, ReduceScatterPlan
 from ..connections import belongs_here, refusal
-from ..diagnosis import OUT_OF_STEP_HINT, Call, SourceLine, here, place_of_error
+from ..diagnosis.stack_report import Call, SourceLine, here, place_of_error
+from ..diagnosis.watchdog import OUT_OF_STEP_HINT
 from ..eager import Host, ObjectsOverBytes
 
 __all__ = ["SimulatedBackend", "SimulatedGroup"]

@@ -55,7 +55,7 @@ REDIRECTED = [
     ),
     Redirection(
         "experimental.nn: GetMaxFunction GetSumFunction TargetScoreFunction",
-        "shardkit.model_parallel.layers.linear_cross_entropy",
+        "shardkit.model_parallel.vocab_loss.linear_cross_entropy",
         "a step inside of MemoryEfficientVocabOutput, which is one autograd function now",
     ),
     Redirection(

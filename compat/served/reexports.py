@@ -26,8 +26,9 @@ _BEFORE = {
     "internal": "utils",
     "internal.params": "internal.containers internal.parallel internal.reduce_scatter_bucketer optim.utils",
     "model_parallel.groups": "model_parallel.random",
-    "model_parallel.layers": "extra.vocab_loss model_parallel.regions",
+    "model_parallel.layers": "model_parallel.regions",
     "model_parallel.moe": "moe",
+    "model_parallel.vocab_loss": "extra.vocab_loss",
     "nn.checkpoint.checkpoint_activations": "nn.misc.checkpoint_activations",
     "nn.data_parallel":
     "nn.data_parallel.fsdp_facts nn.data_parallel.fully_sharded_data_parallel nn.data_parallel.sharded_ddp",
@@ -36,7 +37,7 @@ _BEFORE = {
     "extra.adam extra.layerwise_gradient_scaler optim.adam optim.adascale "
     "optim.layerwise_gradient_scaler optim.oss",
     "pipeline.async_pipe": "pipeline.remote_pipe",
-    "pipeline.pipe": "pipeline.microbatch pipeline.partition pipeline.skip",
+    "pipeline.microbatch": "pipeline.partition",
     "tools.estimate": "estimate",
     "tools.rehearsal": "rehearsal",
     "tools.verify": "testing",
@@ -48,7 +49,6 @@ _BEFORE = {
     "training.out_of_memory": "out_of_memory",
     "training.whole_parameters": "whole_parameters",
     "wrapping.activations": "activations",
-    "wrapping.context": "wrapping.policies",
 }
 MOVED = {name: now for now, names in _BEFORE.items() for name in names.split()}
 
@@ -57,7 +57,7 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.async_schedule: AsyncMessageBody, "
     "AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper; nn.pipe.messages: Transport; "
-    "nn.pipe.parts: Checkpointing; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.pipe: "
+    "nn.pipe.parts: Checkpointing; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: "
     "Batch",
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
@@ -75,7 +75,7 @@ REEXPORTED = {
     "experimental.nn.distributed_pipeline.partition_handler":
     "experimental.nn.distributed_pipeline.data: DataConsumer; nn.pipe: microbatch; nn.pipe.parts: "
     "Checkpointing, as_cuda, current_stream, fork, is_cuda, join, use_device, use_stream; nn.pipe.worker: "
-    "Task, create_workers; pipeline.pipe: Batch",
+    "Task, create_workers; pipeline.microbatch: Batch",
     "experimental.nn.distributed_pipeline.pipeline":
     "experimental.nn.distributed_pipeline.data: DataConsumer; experimental.nn.distributed_pipeline.graph: "
     "Node, PipelineModulesGraph; experimental.nn.distributed_pipeline.partition_handler: "
@@ -148,28 +148,28 @@ REEXPORTED = {
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe: microbatch; nn.pipe.async_pipeline: "
     "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: "
     "LazyModule, Tensors, check_balance, verify_module; nn.pipe.skip.skippable: Skippable; "
-    "pipeline.async_pipe: AsyncPipe; pipeline.pipe: DeferredBatchNorm, Value "
-    "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.pipe: SkipLayout",
+    "pipeline.async_pipe: AsyncPipe; pipeline.microbatch: DeferredBatchNorm, Value "
+    "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
     "nn.pipe.async_pipeline":
     "nn.pipe.async_schedule: AsyncEventLoop, ModuleWrapper; nn.pipe.messages: MakeTransport; "
-    "nn.pipe.skip.tracker: SkipTrackerThroughPotals; pipeline.pipe: Batch; pipeline.pipe: "
+    "nn.pipe.skip.tracker: SkipTrackerThroughPotals; pipeline.microbatch: Batch; pipeline.skip: "
     "SkipLayout",
     "nn.pipe.async_schedule":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.messages: Transport; nn.pipe.parts: "
     "Checkpointing; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: "
-    "PipeMessage; nn.pipe.worker: Task; pipeline.pipe: Batch",
+    "PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: Batch",
     "nn.pipe.balance":
     "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, "
     "profile_times; pipeline.pipe: Device",
     "nn.pipe.balance.blockpartition": "nn.pipe.parts: solve",
     "nn.pipe.balance.profile":
     "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
-    "pipeline.pipe: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
+    "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
-    "pipeline.pipe: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
+    "pipeline.microbatch: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
     "nn.pipe.checkpoint":
     "nn.pipe.parts: CheckpointedFunction as Function, Checkpointing, TensorOrTensors, Tensors, _UNKNOWN, "
-    "fork, get_phony, join; pipeline.pipe: Batch; wrapping.activations: "
+    "fork, get_phony, join; pipeline.microbatch: Batch; wrapping.activations: "
     "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, enable_recomputing, "
     "is_checkpointing, is_recomputing, thread_local",
     "nn.pipe.copy":
@@ -180,41 +180,41 @@ REEXPORTED = {
     "get_pipeline_parallel_group; nn.pipe.types: PipeMessage",
     "nn.pipe.microbatch":
     "nn.pipe.parts: BatchFunction as Function, TensorOrTensors, Tensors, gather, scatter; "
-    "pipeline.pipe: Batch, check",
+    "pipeline.microbatch: Batch, check",
     "nn.pipe.phony": "nn.pipe.parts: default_stream, get_phony, use_stream",
     "nn.pipe.pipe":
     "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
     "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
-    "pipeline.pipe: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
+    "pipeline.microbatch: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
     "pipeline.pipe: Device, MOVING_DENIED, Pipe; "
-    "pipeline.pipe: inspect_skip_layout, verify_skippables",
+    "pipeline.skip: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":
     "nn.pipe.copy: Copy, Wait; nn.pipe.parts: Checkpointing, Tensors, current_stream, fork, join, "
     "use_device; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.worker: Task, "
-    "create_workers, join_workers; pipeline.pipe: Batch, Value as TensorOrTensors; "
-    "pipeline.pipe: ticks as clock_cycles; pipeline.pipe: SkipLayout",
+    "create_workers, join_workers; pipeline.microbatch: Batch, Value as TensorOrTensors; "
+    "pipeline.pipe: ticks as clock_cycles; pipeline.skip: SkipLayout",
     "nn.pipe.rpc":
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe.types: PipeMessage; pipeline.async_pipe: "
-    "AsyncPipe, PipeRPCWrapper; pipeline.pipe: Value as TensorOrTensors",
-    "nn.pipe.skip.layout": "pipeline.pipe: Namespace, SkipLayout, inspect_skip_layout",
-    "nn.pipe.skip.namespace": "pipeline.pipe: Namespace",
+    "AsyncPipe, PipeRPCWrapper; pipeline.microbatch: Value as TensorOrTensors",
+    "nn.pipe.skip.layout": "pipeline.skip: Namespace, SkipLayout, inspect_skip_layout",
+    "nn.pipe.skip.namespace": "pipeline.skip: Namespace",
     "nn.pipe.skip.portal":
-    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.pipe: "
+    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.skip: "
     "Namespace",
     "nn.pipe.skip.skippable":
     "nn.pipe.parts: SkippableT as T, StashPopGenerator, TensorOrTensors, Tensors; nn.pipe.skip.tracker: "
-    "current_skip_tracker; pipeline.pipe: Batch; pipeline.pipe: Namespace, Skippable, StashPop, pop, "
+    "current_skip_tracker; pipeline.microbatch: Batch; pipeline.skip: Namespace, Skippable, StashPop, pop, "
     "skippable, stash, verify_skippables",
     "nn.pipe.skip.tracker":
-    "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.pipe: Batch; pipeline.pipe: "
+    "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.microbatch: Batch; pipeline.skip: "
     "Namespace, SkipLayout; wrapping.activations: is_checkpointing",
     "nn.pipe.stream":
     "nn.pipe.parts: AbstractStream, CPUStream, CPUStreamType, as_cuda, current_stream, default_stream, "
     "get_device, is_cuda, new_stream, record_stream, use_device, use_stream, wait_stream",
     "nn.pipe.types":
-    "nn.pipe.parts: InputDevice, Tensors; pipeline.async_pipe: LazyModule; pipeline.pipe: Value as "
+    "nn.pipe.parts: InputDevice, Tensors; pipeline.async_pipe: LazyModule; pipeline.microbatch: Value as "
     "TensorOrTensors",
-    "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.pipe: Batch",
+    "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.microbatch: Batch",
     "optim.grad_scaler":
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim":

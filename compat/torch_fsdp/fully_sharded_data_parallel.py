@@ -75,7 +75,8 @@ from shardkit.torch_seams.hooks import NO_BACKWARD
 from shardkit.torch_seams.tensors import cut_rows, is_cut, mesh_over, move_buffers, whole
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
-from shardkit.wrapping.context import WrapContext, adapt_policy, wrap_tree
+from shardkit.wrapping.context import WrapContext, wrap_tree
+from shardkit.wrapping.policies import adapt_policy
 
 from . import api
 
@@ -1015,7 +1016,7 @@ class _CorePolicy:
         self._closed: set[nn.Module] = set()  # not looked into, but for what stays in full precision
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
-        """See :class:`~shardkit.wrapping.context.AdaptedPolicy`."""
+        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
         if module in self._ignored.modules:
             return False
         if module not in self._closed and self._policy.descend(module, numel, is_root):
@@ -1024,7 +1025,7 @@ class _CorePolicy:
         return bool(self._full_precision)
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
-        """See :class:`~shardkit.wrapping.context.AdaptedPolicy`."""
+        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
         if not is_root and isinstance(module, self._full_precision):
             _InFloat32(module)
             return {"mixed_precision": None}

@@ -22,7 +22,8 @@ from shardkit.internal.params import average_gradients
 from shardkit.layout import Piece, SegmentLayout
 from shardkit.optimizer_state.kinds import is_elementwise, to_cpu
 from shardkit.oss.optimizer import OSS
-from shardkit.oss.placement import FlatSegment, split_state
+from shardkit.oss.placement import split_state
+from shardkit.oss.segments import FlatSegment
 from shardkit.types import StateDict, T, Tree
 from shardkit.xla.ranks import current_backend, group_among, rank_and_world_size
 

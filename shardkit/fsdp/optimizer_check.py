@@ -1,8 +1,8 @@
-"""Checks and guards the steps of optimizers over shards: they have to do what they would do to whole parameters.
+"""Steps of optimizers over shards: checked and guarded, and taken by unit in backward (``step_in_backward``).
 
-Before a step their values and states are put aside, and put back after it (``optimizer_state/kinds.py``); where
-closures make gradients within a step: after each of them, and before the next. It costs nothing where all original
-parameters have gradients.
+They have to do what they would do to whole parameters. Before a step their values and states are put aside, and put
+back after it (``optimizer_state/kinds.py``); where closures make gradients within a step: after each of them, and
+before the next. It costs nothing where all original parameters have gradients.
 
 [Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
 original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
@@ -51,18 +51,8 @@ from ..checks import check_same_everywhere, option_facts
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.forms import check_loaded, mark_state_dicts
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
-from ..optimizers.shards import (
-    AgreedOptions,
-    Verdict,
-    copy_options,
-    group_facts,
-    is_known_elementwise,
-    judge,
-    listing_of,
-    names_of_elementwise,
-    shard_behind,
-    take_part,
-)
+from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
+from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
 from ..torch_seams.tensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by

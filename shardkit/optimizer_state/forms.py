@@ -1,4 +1,6 @@
-"""State dicts of optimizers over shards, in whole parameters' shapes: forms that differ in what they call parameters.
+"""State dicts of optimizers over shards: in whole parameters' shapes, or with this rank's shards, which are marked.
+
+Forms in whole shapes differ in what they call parameters:
 
 - by id, fairscale's: ids count the parameters of all units, the root's first, and a dict says more::
 
@@ -26,7 +28,8 @@ from torch.optim import Optimizer
 from ..backend import Group
 from ..checks import all_gather_facts_or_objects, problems_of_ranks
 from ..errors import ConfigurationError, ShardkitError
-from ..optimizers.shards import KNOWN, listing_of, options_of, refuse_stand_ins, shard_behind
+from ..optimizers.elementwise import KNOWN
+from ..optimizers.shards import listing_of, options_of, refuse_stand_ins, shard_behind
 from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import MarkedTensor, as_plain, is_cut, local_of, stays_marked, whole
 from ..torch_seams.wrappers import versions_of
@@ -420,7 +423,7 @@ def _merged(slot: Slot, everybody: Sequence[Kinds]) -> Kinds:
     return merged
 
 
-# ------------------------------------------------------------ shards in state dicts
+# ------------------------------------------------------------ what is a rank's own, and what torch asks for
 # State dicts that hold this rank's shards, as torch.distributed.checkpoint meets them.
 #
 # ``optimizer.state_dict()`` and ``local_state_dict()`` have shards under the same keys on all ranks. For a file of each
@@ -505,7 +508,7 @@ def is_called_by(function: str) -> bool:
     return False
 
 
-# ------------------------------------------------------------ shards in state dicts
+# ------------------------------------------------------------ marks of an optimizer's shards
 # Of an optimizer and its state_dict() the state as one process has it, and of such a state this rank's part.
 WholeStates = tuple[Callable[[Optimizer, StateDict], StateDict], Callable[[Optimizer, StateDict], StateDict]]
 _whole_states: list[WholeStates] = []

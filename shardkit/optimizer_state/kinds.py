@@ -1,4 +1,4 @@
-"""Kinds of states of an optimizer: one element for each of a parameter's, or anything else; and which of them fit."""
+"""States of an optimizer: their kinds, which of them fit, tensors of a checkpoint (leaves), what is listed (slots)."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.T
     return {k: v for k, v in state.items() if is_elementwise(k, v, flat.shape)}
 
 
-# ------------------------------------------------------------ slots
+# ------------------------------------------------------------ tensors of a checkpoint, as one rank has them: leaves
 # Tensors of a checkpoint as one rank has them, and what an optimizer's parameter stands for.
 #
 # A *leaf* is boxes of a whole tensor, and the ranks that have the same ones. A *slot* is what an optimizer lists: which
@@ -417,7 +417,7 @@ def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:
     )
 
 
-# ------------------------------------------------------------ slots
+# ------------------------------------------------------------ what an optimizer lists: slots
 class Span(NamedTuple):
     """One of the model's parameters in a slot.
 

@@ -53,7 +53,7 @@ from ..torch_seams.tensors import alike, as_plain, dense_strides
 from ..tracing.ranges import Range, Ranges, leave
 from ..types import ProcessGroup
 from .optimizer import OSS
-from .placement import FlatSegment
+from .segments import FlatSegment
 
 # ------------------------------------------------------------ buckets of gradients
 # Averages gradients to their owners while backward runs (ZeRO stage 2, arXiv 1910.02054).

@@ -34,12 +34,11 @@ from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.forms import current_request, is_called_by
 from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu
+from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import (
-    KNOWN,
     AgreedGradients,
     AgreedOptions,
     copy_options,
-    couples_parameters,
     group_facts,
     numbered,
     options_of,
@@ -50,7 +49,8 @@ from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.hooks import BackwardState
 from ..torch_seams.tensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
-from .placement import MASTER, FlatSegment, Placement, dtype_of_update, placement_for
+from .placement import Placement, placement_for
+from .segments import MASTER, FlatSegment, dtype_of_update
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -25,25 +25,22 @@ from ..errors import ConfigurationError, LifecycleError, RankLostError, RankMism
 from ..model_parallel.groups import get_pipeline_parallel_group, model_parallel_is_initialized
 from ..types import AnyCallable, Args, Context, Kwargs, StateDict, Tree
 from ..wrapping.activations import patch_batchnorm
-from .pipe import (
+from .microbatch import (
     DeferredBatchNorm,
     PipeTypeError,
-    Skippable,
     Value,
-    arriving_keys,
     check,
     check_balance,
     check_checkpoint,
-    checkpointed_cells,
     expect_micro_batches,
     in_tuple,
     join,
-    move,
-    run_cell,
     split,
     split_module,
     verify_distinct,
 )
+from .pipe import checkpointed_cells, move, run_cell
+from .skip import Skippable, arriving_keys
 
 
 class LazyModule:

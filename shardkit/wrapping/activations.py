@@ -1,7 +1,8 @@
-"""Activation checkpointing: ``checkpoint_wrapper(module)`` keeps a module's inputs and computes its activations again.
+"""Activations computed again (activation checkpointing), or kept on the host, from forward to backward.
 
-The module stays the same object, so names, hooks and state dicts do too. Forward runs without a graph; backward
-runs it again, with one, and goes through that graph at once.
+``checkpoint_wrapper(module)`` keeps a module's inputs and computes its activations again. The module stays the same
+object, so names, hooks and state dicts do too. Forward runs without a graph; backward runs it again, with one, and
+goes through that graph at once.
 
 [Note: what happens once] Random numbers are drawn alike both times. Running statistics of batch norms are updated in
 the first run and left alone in the second, so that they are those of the plain module, also where no backward

@@ -12,20 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardkit.backends import diagnosis
 from shardkit.backends.c10d.group import Agreement, CallOrder, Key
-from shardkit.backends.diagnosis import (
-    Call,
-    NoAnswer,
-    StackReport,
-    Stillness,
-    StoreThread,
-    ThreadPosition,
-    Watch,
-    begin_job,
-    is_behind,
-    position_of,
-)
+from shardkit.backends.diagnosis import watchdog
+from shardkit.backends.diagnosis.stack_report import Call, StackReport, ThreadPosition, is_behind, position_of
+from shardkit.backends.diagnosis.watchdog import NoAnswer, Stillness, StoreThread, Watch, begin_job
 from shardkit.errors import ConfigurationError, OutOfStepError
 
 
@@ -86,7 +76,7 @@ def _standing(mark: int) -> ThreadPosition:
 
 def test_stillness_begins_anew_with_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(diagnosis.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     stillness = Stillness()
     seconds = []
     for mark in (1, 1, 1, 2, 2):
@@ -218,8 +208,8 @@ def _threads() -> list[threading.Thread]:
 
 
 def test_one_thread_that_ends_with_the_last_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_PERIOD", 0.05)
-    diagnosis._watchdog.end()
+    monkeypatch.setattr(watchdog, "_PERIOD", 0.05)
+    watchdog._watchdog.end()
     gc.collect()
     store = dist.HashStore()
     kept: list[Watch] = [Watch(store, 0, 2, f"group {k}") for k in range(5)]
@@ -227,18 +217,18 @@ def test_one_thread_that_ends_with_the_last_watch(monkeypatch: pytest.MonkeyPatc
     kept[0].look(Call("main", 1, "barrier", 0, ""))
     time.sleep(0.5)
     assert kept[0]._board.read("stands0") is not None
-    others = [w for w in diagnosis._watchdog.watches if w not in kept and w.is_open]
+    others = [w for w in watchdog._watchdog.watches if w not in kept and w.is_open]
     kept.clear()
     until = time.monotonic() + 20
     while not others and _threads() and time.monotonic() < until:
         time.sleep(0.05)
     assert others or not _threads()
-    diagnosis._watchdog.end()
+    watchdog._watchdog.end()
     assert not _threads()
 
 
 def test_one_rank_needs_no_thread() -> None:
-    diagnosis._watchdog.end()
+    watchdog._watchdog.end()
     assert Watch(dist.HashStore(), 0, 1, "alone").issued == {}
     assert not _threads()
 

@@ -15,7 +15,7 @@ import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.optimizers.shards import Verdict, judge
+from shardkit.optimizers.elementwise import Verdict, judge
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,

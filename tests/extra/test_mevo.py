@@ -20,7 +20,7 @@ from shardkit.experimental.nn.mevo import (
     get_data,
     lmcl_matmul,
 )
-from shardkit.model_parallel.layers import Margin, linear_cross_entropy
+from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
 from shardkit.torch_seams.tensors import LiveTensors
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from shardkit.backend import get_backend
-from shardkit.oss.placement import FlatSegment, InSegments, OnEveryRank, OwnedParameters, placement_for
+from shardkit.oss.placement import InSegments, OnEveryRank, OwnedParameters, placement_for
+from shardkit.oss.segments import FlatSegment
 from tests.pools import on_ranks
 
 SHAPES = [(2, 3), (1,), (4,)]

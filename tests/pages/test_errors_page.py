@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.errors import RankFailedError, ShardkitError
-from shardkit.optimizers import shards
+from shardkit.optimizers import elementwise
 from tests.pages.running import inside, show
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_the_catalogue_is_complete() -> None:
 
 @pytest.mark.parametrize("name", sorted(SECTIONS.keys() - WITHOUT_EXAMPLE))
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_declared", set())  # by other tests; messages list what there is
+    monkeypatch.setattr(elementwise, "_declared", set())  # by other tests; messages list what there is
     beginning = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[0]
     [example] = re.findall(r"^```python\n(.*?)^```$", SECTIONS[name], re.M | re.S)
     [message] = re.findall(r"^```text\n(.*?)^```$", SECTIONS[name], re.M | re.S)

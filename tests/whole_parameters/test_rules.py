@@ -10,7 +10,7 @@ from torch import nn
 
 from shardkit import FSDP, WholeParameters, fully_shard
 from shardkit.errors import ConfigurationError
-from shardkit.optimizers.shards import Verdict, couples_parameters, judge
+from shardkit.optimizers.elementwise import Verdict, couples_parameters, judge
 from shardkit.training.whole_parameters.optimizer import cost_of
 from tests.figures.counters import OperationCounter
 from tests.pools import on_ranks, rank_pool

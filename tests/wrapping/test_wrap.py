@@ -27,16 +27,12 @@ from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
 from shardkit.nn.auto_wrap import auto_wrap as old_path_auto_wrap
 from shardkit.nn.wrap.auto_wrap import ConfigAutoWrap
 from shardkit.nn.wrap.auto_wrap import enable_wrap as compat_enable_wrap
-from shardkit.wrapping.context import (
-    auto_wrap,
+from shardkit.wrapping.context import auto_wrap, current_context, enable_wrap, wrap, wrap_tree
+from shardkit.wrapping.policies import (
     config_auto_wrap_policy,
-    current_context,
     default_auto_wrap_policy,
-    enable_wrap,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
-    wrap,
-    wrap_tree,
 )
 
 

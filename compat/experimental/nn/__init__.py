@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardkit.backend import Group, backend_for
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.model_parallel.layers import Margin, linear_cross_entropy
-from shardkit.pipeline.pipe import replace_batch_norms
+from shardkit.model_parallel.vocab_loss import Margin, linear_cross_entropy
+from shardkit.pipeline.microbatch import replace_batch_norms
 from shardkit.torch_seams.tensors import move_buffers
 from shardkit.types import Args, Context, ProcessGroup, Tree
 from shardkit.wrapping.activations import checkpoint_wrapper, is_recomputing, once
@@ -26,7 +26,7 @@ __all__ = ["MEVO", "BaselineSoftmaxNllLoss", "OffloadModel", "SyncBatchNorm"]
 
 
 # ------------------------------------------------------------ projection and loss of a large vocabulary, tile by tile
-# The computation is :func:`shardkit.model_parallel.layers.linear_cross_entropy`. Gradients of the weight go
+# The computation is :func:`shardkit.model_parallel.vocab_loss.linear_cross_entropy`. Gradients of the weight go
 # through autograd, where fairscale's code writes to ``weight.grad`` itself; hooks (of FSDP, of data parallel wrappers)
 # see them.
 DEBUG = False  # fairscale's; nothing is printed here

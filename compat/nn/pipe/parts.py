@@ -16,10 +16,12 @@ from torch.autograd.function import FunctionCtx
 
 from shardkit.backend import backend_for_device
 from shardkit.errors import ConfigurationError
-from shardkit.pipeline import pipe
+from shardkit.pipeline import microbatch
 from shardkit.pipeline.async_pipe import LazyModule
-from shardkit.pipeline.pipe import Batch, Device, Skippable, StashPop, in_tuple
-from shardkit.pipeline.pipe import Value as TensorOrTensors
+from shardkit.pipeline.microbatch import Batch, in_tuple
+from shardkit.pipeline.microbatch import Value as TensorOrTensors
+from shardkit.pipeline.pipe import Device
+from shardkit.pipeline.skip import Skippable, StashPop
 from shardkit.wrapping.activations import call_checkpointed
 
 # ------------------------------------------------------------ types
@@ -34,11 +36,11 @@ BatchFunction = Callable[[TensorOrTensors], TensorOrTensors]
 
 
 def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
-    return [Batch(value, i) for i, value in enumerate(pipe.split(input, chunks))]
+    return [Batch(value, i) for i, value in enumerate(microbatch.split(input, chunks))]
 
 
 def gather(outputs: list[Batch]) -> TensorOrTensors:
-    return pipe.join([batch.value for batch in outputs])
+    return microbatch.join([batch.value for batch in outputs])
 
 
 # ------------------------------------------------------------ checkpointing
@@ -74,7 +76,7 @@ Module = nn.Module
 
 def recommend_auto_balance(message: str) -> str:
     """Returns the message, and how to have the numbers of layers found."""
-    return message + pipe.ADVICE
+    return message + microbatch.ADVICE
 
 
 def split_module(
@@ -87,9 +89,9 @@ def split_module(
         TooFewDevicesError: (an IndexError) fewer devices than partitions.
     """
     balance = list(balance)
-    pipe.check_balance(len(module), balance, len(devices), "devices")
+    microbatch.check_balance(len(module), balance, len(devices), "devices")
     del devices[len(balance) :]
-    parts = pipe.split_module(module, balance)
+    parts = microbatch.split_module(module, balance)
     return nn.ModuleList(p.to(d) for p, d in zip(parts, devices, strict=True)), balance, devices
 
 
@@ -100,18 +102,18 @@ def verify_splitting(
     devices: list[torch.device],
 ) -> None:
     """Raises ConfigurationError (a ValueError) for a parameter on two devices."""
-    pipe.verify_shared_parameters(partitions, devices)
+    microbatch.verify_shared_parameters(partitions, devices)
 
 
 # ------------------------------------------------------------ AsyncPipe
 def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:
     """Raises BalanceError (a ValueError) for numbers of layers that don't fit."""
-    pipe.check_balance(len(module), balance, len(balance), "ranks")
+    microbatch.check_balance(len(module), balance, len(balance), "ranks")
 
 
 def verify_module(module: nn.Sequential | list[LazyModule]) -> None:
     """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
-    pipe.verify_distinct(module)
+    microbatch.verify_distinct(module)
 
 
 # ------------------------------------------------------------ balance

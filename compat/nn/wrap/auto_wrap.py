@@ -10,15 +10,8 @@ from torch import nn
 
 from shardkit.types import AnyCallable, Kwargs, T, Tree
 from shardkit.wrapping import context as wrapping
-from shardkit.wrapping.context import (
-    WrapContext,
-    WrapError,
-    auto_wrap,
-    config_auto_wrap_policy,
-    current_context,
-    default_auto_wrap_policy,
-    wrap,
-)
+from shardkit.wrapping.context import WrapContext, WrapError, auto_wrap, current_context, wrap
+from shardkit.wrapping.policies import config_auto_wrap_policy, default_auto_wrap_policy
 
 __all__ = ["auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "wrap"]  # from elsewhere
 __all__ += ["ConfigAutoWrap", "enable_wrap"]

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from shardkit.types import Tree
-from shardkit.wrapping.context import WrapContext, adapt_policy, default_auto_wrap_policy, wrap_tree
+from shardkit.wrapping.context import WrapContext, wrap_tree
+from shardkit.wrapping.policies import adapt_policy, default_auto_wrap_policy
 
 __all__ = [
     "always_wrap_policy",

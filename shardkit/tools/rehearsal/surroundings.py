@@ -35,7 +35,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardkit.backends.diagnosis import Call, SourceLine, Stillness, here, position_of
+from shardkit.backends.diagnosis.stack_report import Call, SourceLine, here, position_of
+from shardkit.backends.diagnosis.watchdog import Stillness
 from shardkit.backends.eager import worlds_of_ranks
 from shardkit.backends.simulated import Condition, Line, RankThreads, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads

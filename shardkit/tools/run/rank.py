@@ -111,7 +111,7 @@ def _answer(files: Path) -> None:
     if not pipe:
         return
     # now: when it is asked, the rank may be in the middle of an import
-    report = importlib.import_module("shardkit.backends.diagnosis")
+    report = importlib.import_module("shardkit.backends.diagnosis.stack_report")
 
     def answer_each() -> None:
         with contextlib.suppress(OSError):

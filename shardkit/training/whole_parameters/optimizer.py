@@ -39,17 +39,8 @@ from ...optimizer_state.kinds import (
     is_elementwise,
     to_cpu,
 )
-from ...optimizers.shards import (
-    AgreedOptions,
-    Maker,
-    Verdict,
-    copy_options,
-    couples_parameters,
-    is_known_elementwise,
-    judge,
-    numbered,
-    options_of,
-)
+from ...optimizers.elementwise import Maker, Verdict, couples_parameters, is_known_elementwise, judge
+from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
 from ...progress import note_error, noting_errors
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import (
