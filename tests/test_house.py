@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_500  # of all source; to be lowered with each release
+LINES = 64_464  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_241,
-    "compat": 9_517,
+    "backends": 7_213,
+    "compat": 9_351,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_700,
-    "shardkit/flattening": 871,
-    "shardkit/fsdp": 11_445,
+    "shardkit/checkpoint": 6_686,
+    "shardkit/flattening": 836,
+    "shardkit/fsdp": 11_347,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
-    "shardkit/model_parallel": 1_505,
-    "shardkit/optimizer_state": 1_294,
-    "shardkit/optimizers": 553,
+    "shardkit/model_parallel": 1_502,
+    "shardkit/optimizer_state": 1_272,
+    "shardkit/optimizers": 540,
     "shardkit/oss": 3_041,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
-    "shardkit/tools": 7_624,
-    "shardkit/torch_seams": 1_311,
-    "shardkit/tracing": 1_568,
-    "shardkit/training": 4_794,
-    "shardkit/wrapping": 1_025,
+    "shardkit/tools": 7_574,
+    "shardkit/torch_seams": 1_248,
+    "shardkit/tracing": 1_564,
+    "shardkit/training": 4_779,
+    "shardkit/wrapping": 1_008,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
