@@ -35,7 +35,7 @@ from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedReduceScatter, format_for
 from ..reduction.ordered import Rounds, contributions, exchange, microbatches, refuse_other
 from ..reduction.packing import PackedForm, WrittenPack, has_mean
-from ..reduction.shard_gradients import gradient_class
+from ..reduction.shard_gradients import GradientInParts, asked_in_parts, gradient_class
 from ..torch_seams.hooks import (
     DROPPED,
     NO_BACKWARD,
@@ -736,6 +736,8 @@ class GradientExchange:
         grads = [(index, p.grad) for index, p in enumerate(params) if p.grad is not None]
         if self.group.world_size == 1 or not grads:
             return
+        if any(isinstance(gradient, GradientInParts) for _, gradient in grads):
+            raise asked_in_parts()  # inside of uneven(), where no other rank compares
         if not self.group.backend.even_shards_only:  # there to read one would compile what is recorded
             own = [
                 (k, *(str(f(g.to_dense()).item()) for f in (torch.sum, torch.linalg.vector_norm)))
