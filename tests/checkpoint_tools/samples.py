@@ -75,8 +75,6 @@ def make(kind: str, folder: Path) -> str:
         torch.save(state, path)
     elif kind == "bare":
         torch.save(state["model"], path)
-    elif kind == "legacy":
-        torch.save(state, path, _use_new_zipfile_serialization=False)
     elif kind == "dcp":
         dcp.save(by_name(state), checkpoint_id=path, no_dist=True)
     elif kind == "hf":

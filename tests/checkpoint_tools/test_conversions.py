@@ -20,7 +20,7 @@ from shardkit.errors import ConfigurationError, DamagedFileError, UntrustedFileE
 from tests.checkpoint_tools.samples import Net, assert_same, by_name, everything, make, trained
 from tests.pools import on_ranks, rank_pool
 
-SOURCES = ("shardkit", "dcp", "torch", "legacy", "bare", "fairscale", "xla", "hf")
+SOURCES = ("shardkit", "dcp", "torch", "bare", "fairscale", "xla", "hf")
 TARGETS = {"dcp": None, "torch": None, "fairscale": None, "fairscale of ranks": 2, "xla": 3, "hf": None}
 
 
@@ -74,7 +74,7 @@ def test_all_pairs(source: str, sources: dict[str, str], tmp_path: Path) -> None
         result = compare(open_checkpoint(sources[source]), open_checkpoint(path), model_only=True)
         assert result.differences == []
         assert result.tensors == len(expected)
-        whole = source in ("shardkit", "dcp", "torch", "legacy")
+        whole = source in ("shardkit", "dcp", "torch")
         said = any(note.startswith("left out") and "optimizer" in note for note in done.notes)
         assert said == (whole and target not in ("dcp", "torch", "fairscale"))
 

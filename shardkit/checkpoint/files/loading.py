@@ -1,15 +1,12 @@
 """Reads files of ``torch.save`` without running what a stranger may have put into them, and says what is damaged.
 
-There are two formats: a zip of records with checksums, and before torch 1.6 a row of pickles. A reader of one has
-``pickle()``, the source of the object's pickle, and ``fill()``, which reads the bytes of one storage, compares their
-checksum and says what is wrong; so the reader of the whole can name the tensor. Where the file has to be read to know
-what is in it, ``expect()`` is told the storages first, and ``missing()`` says which are not there.
+A file is a zip of records with checksums. :class:`Archive` finds them and says what is wrong with one;
+:class:`Reading` interprets the pickle, so it can name the tensor that a damaged record belongs to.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import stat
 import struct
@@ -18,7 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import IO, BinaryIO, NoReturn, cast
+from typing import IO, BinaryIO
 
 import torch
 from torch import nn
@@ -43,8 +40,7 @@ from .data_pickle import (
 LOCAL = b"PK\x03\x04"
 _HEADER = 30  # bytes of a local header before the name; lengths of name and extra field end it
 _PIECE = 1 << 22
-_MAGIC = 0x1950A86A20F9469CFC6C
-_PROTOCOL = 1001
+_BEFORE_1_6 = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's magic number then, as a pickle
 
 
 class Damage(Exception):
@@ -182,68 +178,6 @@ class Archive:
         return data
 
 
-class Legacy:
-    """Pickles in a row (magic number, protocol, facts about the machine, the object, its storages' names), then their
-    bytes. There are no checksums, only sizes."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        facts = [self._plain() for _ in range(3)]
-        if facts[0] != _MAGIC or facts[1] != _PROTOCOL or type(facts[2]) is not dict:
-            raise Damage("it has neither of torch.save's formats")
-        if facts[2].get("little_endian") is not True:
-            raise Damage("it was written on a machine with another byte order")
-        self._expected: dict[str, tuple[int, int]] = {}
-        self._begins: dict[str, int] = {}
-
-    def _plain(self) -> Tree:
-        def nothing(*_: object) -> NoReturn:
-            raise NotData("an object where the head of the file should be")
-
-        return PickleMachine({}, nothing, nothing).run(self.pickle())
-
-    def pickle(self) -> IO[bytes]:
-        """Returns the object's pickle, which comes next."""
-        return cast(IO[bytes], self._map)  # it has what a file has
-
-    def expect(self, key: str, size: int, itemsize: int) -> None:
-        """Notes a storage that the pickle names: its bytes, and those of an element."""
-        self._expected[key] = (size, itemsize)
-
-    def missing(self, after: int) -> list[tuple[str, str]]:
-        """Returns the storages that are not there, or of another size; they stand behind the object's pickle."""
-        self._map.seek(after)
-        try:
-            keys = self._plain()
-        except (ValueError, IndexError):
-            keys = []
-        if type(keys) is not list or any(type(k) is not str for k in keys) or set(keys) - set(self._expected):
-            raise Damage("the list of its storages is unreadable")
-        wrong, at = [], self._map.tell()
-        for key in keys:
-            size, itemsize = self._expected[key]
-            head = self._map[at : at + 8]
-            if len(head) == 8 and struct.unpack("<q", head)[0] * itemsize != size:
-                wrong.append(
-                    (key, f"it has {struct.unpack('<q', head)[0]} elements, expected {size // itemsize}")
-                )
-                break  # nothing is where it should be from here on
-            if at + 8 + size > self._size:
-                wrong.append((key, "it is cut off"))
-            self._begins[key] = at + 8
-            at += 8 + size
-        return wrong + [(key, "it is missing") for key in self._expected if key not in keys]
-
-    def where(self, key: str) -> tuple[int, int, int | None]:
-        """Finds first byte and number of bytes of a storage, which has no checksum; see ``missing()``."""
-        return self._begins[key], self._expected[key][0], None
-
-    def fill(self, key: str, storage: torch.UntypedStorage) -> None:
-        """Reads a storage; raises Damage where it is cut off."""
-        _read_into(self._file, self._begins[key], storage)
-
-
 # ------------------------------------------------------------ reading
 # What a pickle that is no pickle, or parts that don't fit, come out as.
 UNREADABLE = (
@@ -279,7 +213,7 @@ def load(
             people you trust as you trust their programs.
 
     Raises:
-        UntrustedFileError: the file calls what is in no state dict; the message says what.
+        UntrustedFileError: the file calls what is in no state dict (the message says what), or is of before torch 1.6.
         DamagedFileError: the file is truncated or not what was written; the message names the tensor where it can.
         ConfigurationError: it is a pipe, a device or a folder.
         OSError: it can't be opened.
@@ -338,22 +272,23 @@ class Reading:
         self._locations: dict[str, str] = {}
         self._wrong: list[tuple[str, str]] = []  # storages, and what is wrong with them
         self._names = names(self._device_tensor)
-        self.archive: Archive | Legacy
-        self._start = 0  # of the pickle
+        self.archive: Archive
 
     def open(self) -> set[str]:
         """Looks at the form of the file; returns what its pickle names."""
         if self._size == 0:
             raise Damage("it is empty")
-        if self._file.read(len(LOCAL)) == LOCAL:
-            self.archive = Archive(self._file, self._size)
-        elif isinstance(self._file, View):
+        head = self._file.read(len(_BEFORE_1_6))
+        if head == _BEFORE_1_6:
+            raise UntrustedFileError(
+                f"{self._path} is not read: torch.save's format of before torch 1.6 has no checksums. If you trust "
+                "whoever wrote it, pass trust_pickle=True (--trust-pickle on command lines); "
+                "torch.save(torch.load(path, weights_only=True), path) writes today's format"
+            )
+        if not head.startswith(LOCAL):
             raise Damage("it doesn't begin with a record")
-        else:
-            self.archive = Legacy(self._file, self._size)
-        source = self.archive.pickle()
-        self._start = source.tell()
-        named = named_globals(source)
+        self.archive = Archive(self._file, self._size)
+        named = named_globals(self.archive.pickle())
         unknown = sorted(named - set(self._names))
         if unknown:
             raise NotData(*unknown)
@@ -361,26 +296,17 @@ class Reading:
 
     def outline(self) -> Data:
         """Reads the pickle alone, with storages without memory; sees whether those that it names are in the file."""
-        found = self._interpret(without_values(self._names), self._storage_without_bytes)
-        if isinstance(self.archive, Legacy):
-            self._wrong += self.archive.missing(self.archive.pickle().tell())
-        self._raise_what_is_wrong(found)
-        return found
+        return self._interpret(without_values(self._names), self._storage_without_bytes)
 
     def result(self) -> Data:
         """Returns the object."""
         self.open()
-        if isinstance(self.archive, Legacy):
-            self.outline()
-            self.storages.clear()
         found = self._interpret(self._names, self._storage)
         self._raise_what_is_wrong(found)
         return self._interpret(self._names, self._storage) if self._moves_storages() else found
 
     def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
-        source = self.archive.pickle()
-        source.seek(self._start)
-        return PickleMachine(named, storage, build).run(source)
+        return PickleMachine(named, storage, build).run(self.archive.pickle())
 
     def _storage(self, name: tuple[object, ...]) -> Storage:
         """Reads the storage that a persistent id stands for."""
@@ -404,8 +330,6 @@ class Reading:
         kind, key, _, size = storage_parts(name)
         if key not in self.storages:
             self.storages[key] = Storage(torch.UntypedStorage(size, device="meta"), kind.dtype)
-            if isinstance(self.archive, Legacy):
-                self.archive.expect(key, size, kind.dtype.itemsize if kind.dtype else 1)
         return Storage(self.storages[key].memory, kind.dtype)
 
     def _device_tensor(
