@@ -228,9 +228,11 @@ class FullyShardedDataParallel(StandIn):
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
 
-    _handle = _flat_param = property(lambda self: Handle(self._state) if self._state.flats else None)
+    _handle = _flat_param = property(lambda self: FlatParamHandle(self._state) if self._state.flats else None)
     _has_params = property(lambda self: bool(self._state.flats))
-    _all_handles = property(lambda self: [Handle(state) for state in self._state.states() if state.flats])
+    _all_handles = property(
+        lambda self: [FlatParamHandle(state) for state in self._state.states() if state.flats]
+    )
     _is_root = property(lambda self: self.check_is_root(), lambda self, value: None)
 
     @property
@@ -678,7 +680,7 @@ def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *other
 
 
 # ------------------------------------------------------------ torch's private handles
-class Handle:
+class FlatParamHandle:
     """Answers for a unit what verl and accelerate, who move and cast shards, ask torch's; all else its shard answers.
 
     Of several flat parameters it shows one that is trained, in half precision if there is one; the others follow.

@@ -499,7 +499,7 @@ def _check_export(
 
 @contextlib.contextmanager
 def raising_together(sharding: ShardedAPI, what: str) -> Iterator[None]:
-    """What a block raises on one rank is an error on all that share a model (collective at its end)."""
+    """Raises on all ranks that share a model what a block raises on one of them (collective at its end)."""
     mine, state = None, sharding._state
     try:
         yield
