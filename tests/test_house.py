@@ -12,9 +12,9 @@ LINES = 64_466  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_213,
-    "compat": 9_353,
+    "compat": 9_372,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_684,
+    "shardkit/checkpoint": 6_665,
     "shardkit/flattening": 836,
     "shardkit/fsdp": 11_347,
     "shardkit/integrations": 512,

@@ -550,8 +550,8 @@ class FullyShardedDataParallel(StandIn):
         optim: Optimizer | None = None,
     ) -> StateDict:
         """Returns this rank's part of a full state that every rank has."""
-        optim = _optimizer_of(model, optim, optim_input)
-        return _cut(model, optim, full_optim_state_dict)
+        groups = full_optim_state_dict.get("param_groups", ())
+        return _cut(model, _optimizer_of(model, optim, optim_input, groups), full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -569,8 +569,7 @@ class FullyShardedDataParallel(StandIn):
         group: ProcessGroup = None,
     ) -> StateDict:
         """Returns this rank's part of a full state that the first rank has (collective); others pass None."""
-        optim = _optimizer_of(model, optim, optim_input)
-        return _from_rank_0(model, optim, full_optim_state_dict, group)
+        return _from_rank_0(model, optim, full_optim_state_dict, group, optim_input)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -851,7 +850,11 @@ def _gathered(
 
 
 def _from_rank_0(
-    model: nn.Module, optim: Optimizer, state: SavedState | None, group: ProcessGroup
+    model: nn.Module,
+    optim: Optimizer | None,
+    state: SavedState | None,
+    group: ProcessGroup,
+    optim_input: OptimInput | None = None,
 ) -> StateDict:
     """Returns the same where only the first rank has the state (collective)."""
     ranks = backend_of_job().group(group)
@@ -861,6 +864,7 @@ def _from_rank_0(
     groups = control.broadcast_object(told, 0, label="optimizer options of rank 0")
     if groups is None:
         raise ConfigurationError("the first rank passed no optimizer state; it has to have the full one")
+    optim = _optimizer_of(model, optim, optim_input, groups)
     return _part(model, optim, groups, from_rank_0(_plain((mine or {}).get("state", {})), ranks))
 
 
@@ -870,12 +874,27 @@ def _warn_of(optim_input: OptimInput | None) -> None:
         warnings.warn(text, FutureWarning, stacklevel=4)
 
 
-def _optimizer_of(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> Optimizer:
-    """Returns the optimizer, or one that stands for the parameters which an optimizer was given."""
+def _optimizer_of(
+    model: nn.Module,
+    optim: Optimizer | None,
+    optim_input: OptimInput | None,
+    saved: Sequence[ParamGroup] = (),
+) -> Optimizer:
+    """Returns the optimizer, or one that stands for the parameters which an optimizer was given.
+
+    Where neither is known, it has all of the model's, in the groups of a saved state, as torch takes them.
+    """
     _warn_of(optim_input)
     if optim is not None:
         return optim
     given = [*model.parameters()] if optim_input is None else [*optim_input]
+    if optim_input is None and len(saved) > 1:
+        group_of = {
+            plain_name(name): k for k, g in enumerate(saved) for name in g["params"] if isinstance(name, str)
+        }
+        of_model = _parameters_of(model, torch.optim.SGD(given, lr=0.0))
+        number = {p: group_of.get(of_model[id(p)].keys[0], 0) for p in given}
+        given = [{"params": [p for p in given if number[p] == k]} for k in range(len(saved))]
     # an optimizer fills in dicts that it is given: these stay the caller's
     copied = [{"params": g["params"]} if isinstance(g, dict) else g for g in given]
     return torch.optim.SGD(copied, lr=0.0)  # type: ignore[arg-type]

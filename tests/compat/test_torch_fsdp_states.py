@@ -305,7 +305,29 @@ def _as_torch_has_it(rank: int, world_size: int) -> None:
         FSDP.scatter_full_optim_state_dict(None, model, optim=optimizer)
 
 
-@pytest.mark.parametrize("program", [_other_orders, _lacking, _as_torch_has_it])
+def _groups_of_the_saved_state(rank: int, world_size: int) -> None:
+    """Where no optimizer is passed its groups are those of the state, as in torch; nobody says which they were."""
+    parts = []
+    for kind in (TORCHS, FSDP):
+        model, _, _ = trained(kind, rank)
+        first, *others = model.parameters()
+        optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.5}, {"params": [first]}], lr=0.1)
+        train(model, [rank], optimizer)
+        full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+        scattered = kind.scatter_full_optim_state_dict(full if rank == 0 else None, model)
+        for part in (kind.shard_full_optim_state_dict(full, model), scattered):
+            optimizer.load_state_dict(part)
+            again = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+            assert again["param_groups"] == full["param_groups"]
+            for name, state in full["state"].items():
+                same(again["state"][name], state)
+        parts.append(full)
+    assert [sorted(g["params"]) for g in parts[0]["param_groups"]] == [
+        sorted(g["params"]) for g in parts[1]["param_groups"]
+    ]
+
+
+@pytest.mark.parametrize("program", [_other_orders, _lacking, _as_torch_has_it, _groups_of_the_saved_state])
 def test_what_ranks_have_of_an_optimizer(program: Callable[..., None]) -> None:
     rank_pool(2).run(program, 2)
 
