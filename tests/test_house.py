@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_466  # of all source; to be lowered with each release
+LINES = 64_410  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_213,
-    "compat": 9_372,
+    "compat": 9_370,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_665,
-    "shardkit/flattening": 836,
+    "shardkit/checkpoint": 6_610,
+    "shardkit/flattening": 837,
     "shardkit/fsdp": 11_347,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,

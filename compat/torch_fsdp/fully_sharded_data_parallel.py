@@ -71,7 +71,7 @@ from shardkit.optimizer_state.forms import (
 from shardkit.optimizer_state.kinds import Slot
 from shardkit.oss import OSS
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.torch_seams.hooks import NO_BACKWARD, callers
 from shardkit.torch_seams.tensors import cut_rows, is_cut, mesh_over, move_buffers, whole
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
@@ -223,7 +223,6 @@ class FullyShardedDataParallel(StandIn):
         return [m for m in found if m not in inner]
 
     module = property(attrgetter("_state.unit_module._fpw_module"))  # the wrapped one
-    _fsdp_wrapped_module = property(lambda s: s.module if s._use_orig_params else s._state.unit_module)
     rank = property(lambda self: ranks_of(self._state).rank)
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
@@ -234,6 +233,12 @@ class FullyShardedDataParallel(StandIn):
         lambda self: [FlatParamHandle(state) for state in self._state.states() if state.flats]
     )
     _is_root = property(lambda self: self.check_is_root(), lambda self, value: None)
+
+    @property
+    def _fsdp_wrapped_module(self) -> nn.Module:  # type: ignore[override]
+        """Returns the wrapped module; whoever walks by names of flat parameters comes to where these are listed."""
+        walks = not self._use_orig_params and next(callers()).f_code.co_name == "get_submodule"
+        return self._state.unit_module if walks else self.module  # type: ignore[return-value]
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -514,8 +519,6 @@ class FullyShardedDataParallel(StandIn):
                 "is_named_optimizer=True: optimizers that name their parameters themselves are not taken; use one of "
                 "torch.optim, whose state is named here"
             )
-        if own.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            raise ConfigurationError("there is no optimizer state of LOCAL_STATE_DICT; use FULL or SHARDED")
         config = own.optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
             part = _from_rank_0(model, optim, optim_state_dict, group)
@@ -737,7 +740,10 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
     listings = [listing for flat in flats for listing in flat.listings if listing.param.grad is not None]
     try:
         for listing in listings:
-            _show(listing)
+            unused = listing.flat.unused.originals[listing.first :]
+            parts = gather_parts(listing, listing.param.grad)  # type: ignore[arg-type]
+            for original, part, is_unused in zip(listing.originals, parts, unused, strict=False):
+                original.param.grad = None if is_unused else part.to(original.param)
         yield
         for listing in listings if writeback else ():
             _keep(listing)
@@ -745,14 +751,6 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
         for flat in flats:
             for original in flat.originals:
                 original.param.grad = None
-
-
-def _show(listing: Registered) -> None:
-    unused = listing.flat.unused.originals[listing.first :]
-    parts = gather_parts(listing, listing.param.grad)  # type: ignore[arg-type]
-    for original, part, is_unused in zip(listing.originals, parts, unused, strict=False):
-        if not is_unused:
-            original.param.grad = part.to(original.param)
 
 
 @torch.no_grad()

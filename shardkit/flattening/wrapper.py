@@ -501,6 +501,7 @@ class FlatParameter(nn.Parameter):
     _param_shapes: list[torch.Size]
     _param_infos: list[ParamInfo]
     _shared_param_infos: list[SharedParamInfo]
+    _fsdp_flattened = True  # torch's mark of its own, which Lightning looks for
 
     def __new__(cls, params: Sequence[torch.Tensor], requires_grad: bool = True) -> FlatParameter:
         if not isinstance(params, list | tuple) or not params:

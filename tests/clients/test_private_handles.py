@@ -14,9 +14,10 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from shardkit import sharding_of
 from shardkit.backend import backend_of_job
+from shardkit.errors import LifecycleError
 from shardkit.torch_fsdp import MixedPrecision, ShardingStrategy
 from shardkit.torch_fsdp2 import fully_shard
-from tests.compat.torch_fsdp_programs import CPU, FSDP, INNER, Net, adam, batch, loss_of, net, same, train
+from tests.compat.torch_fsdp_programs import CPU, FSDP, INNER, adam, batch, loss_of, net, same, train
 from tests.pools import on_ranks
 
 
@@ -43,7 +44,9 @@ def test_shards_are_moved_and_cast(rank: int, world_size: int, use_orig_params: 
     device = backend_of_job().device()
     model = FSDP(module, auto_wrap_policy=INNER, device_id=device, use_orig_params=use_orig_params)
     names = [n for n, _ in model.named_parameters()]
-    assert not use_orig_params or isinstance(model._fsdp_wrapped_module, Net)
+    assert model._fsdp_wrapped_module is module
+    marked = {getattr(p, "_fsdp_flattened", False) for p in model.parameters()}
+    assert marked == {not use_orig_params}  # Lightning asks
     offload(model, torch.float64)  # whoever casts moves, too
     for buffer in (module.norm.running_mean, module.norm.running_var):
         buffer.data = buffer.data.double()
@@ -97,8 +100,11 @@ def test_units_are_summoned_one_by_one(rank: int) -> None:
 def test_a_move_of_what_is_summoned_keeps_full_values(rank: int, use_orig_params: bool) -> None:
     """verl moves the module inside, and back, to hand on its weights; units inside of it gave theirs back."""
     model = FSDP(net(), auto_wrap_policy=INNER, device_id=CPU, use_orig_params=use_orig_params)
-    before = model.state_dict()
+    before, inner = model.state_dict(), model._fsdp_wrapped_module
+    with pytest.raises(LifecycleError, match="summon_full_params"):
+        inner.state_dict()  # which peft would look for adapters in, and find none
     with FSDP.summon_full_params(model, writeback=False):
+        same({n.replace("_fsdp_wrapped_module.", ""): v for n, v in inner.state_dict().items()}, before)
         inside = model.module.to("cpu")
         found = {n: v.detach().clone() for n, v in inside.state_dict().items()}
     same({n.replace("_fsdp_wrapped_module.", ""): v for n, v in found.items()}, before)

@@ -342,10 +342,12 @@ def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tm
         "use_orig_params": use_orig_params,
     }
     model, other = FSDP(net(), **options), nn.ModuleDict({"inner": FSDP(net(), **options)})
-    train(model, [rank], adam(model))
+    optimizer, follows = adam(model), adam(other)
+    train(model, [rank], optimizer)
     before = model.state_dict()
     config = torch.distributed.fsdp.LocalStateDictConfig(offload_to_cpu=True)
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, config):
+        of_optimizer = FSDP.optim_state_dict(model, optimizer)  # as accelerate saves it beside the files
         torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
         dist.barrier()
         loaded = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
@@ -355,5 +357,8 @@ def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tm
         with pytest.raises(ConfigurationError, match="rank"):
             other["inner"].load_state_dict(others)
         other["inner"].load_state_dict(loaded)
+        FSDP.optim_state_dict_to_load(other["inner"], follows, of_optimizer, load_directly=True)
     same(other["inner"].state_dict(), before, 0.0)
     same(model.state_dict(), before, 0.0)
+    assert train(other["inner"], [rank], follows) == train(model, [rank], optimizer)
+    same(other["inner"].state_dict(), model.state_dict(), 0.0)
