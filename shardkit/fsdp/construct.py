@@ -158,8 +158,7 @@ def _run(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatPara
     state.unit = unit
     for flat in state.flats:
         flat.modules, flat.keeps_on_host = modules, reshard.frozen == "host"
-    if state.door is not state.module:
-        answer_for(modules)
+    answer_for(modules, in_place=state.door is state.module)
     take(state, modules)
     if state.options.dtensors:
         step_locally([listing.param for flat in state.flats for listing in flat.listings])

@@ -32,11 +32,13 @@ from torch.nn.modules.module import (
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
+from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
 from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
+from .store import GATHERED
 
 
 class Answer:
@@ -67,6 +69,29 @@ class Answer:
         return type(self), (self.module,)
 
 
+class ParametersInUse(Answer):
+    """``named_parameters`` of a module that is sharded in place, or inside of one: what it lists, or computes with.
+
+    A forward that asks its own module gets what torch's ``fully_shard`` has there: whole values for a norm, and the
+    dtype of the computation (``next(self.parameters()).dtype``).
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        module = self.module
+        for name, listed in type(module).named_parameters(module, *args, **kwargs):
+            yield name, _in_use(module, listed)
+
+
+def _in_use(module: nn.Module, listed: nn.Parameter) -> nn.Parameter:
+    """Returns the original parameter for what is listed of it, while a forward or backward has its values."""
+    listing = listing_of(listed)
+    if listing is None or len(listing.originals) > 1 or listing.flat.store.state is not GATHERED:
+        return listed
+    engine = module.__dict__[_MANAGED].state().engine
+    computes = engine is not None and (engine.forwards > 0 or current_backward() != NO_BACKWARD)
+    return listing.originals[0].param if computes else listed
+
+
 class NamedParameters(Answer):
     """``named_parameters`` of a module inside of a unit: its own, under the names they had before wrapping."""
 
@@ -84,7 +109,7 @@ class NamedParameters(Answer):
                     continue
                 if remove_duplicate:
                     seen.add(id(param))
-                yield ".".join(part for part in (prefix, clean(path), name) if part), param
+                yield ".".join(part for part in (prefix, clean(path), name) if part), _in_use(m, param)
 
 
 class NamedModules(Answer):
@@ -197,8 +222,12 @@ def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None
     _collecting.loading.discard(wrapper)
 
 
-def answer_for(modules: Sequence[nn.Module]) -> None:
-    """Lets the modules of a wrapped one answer as above."""
+def answer_for(modules: Sequence[nn.Module], in_place: bool) -> None:
+    """Lets the modules of a unit answer as above."""
+    if in_place:
+        for m in modules:
+            m.__dict__["named_parameters"] = ParametersInUse(m)
+        return
     own: set[nn.Module | None] = {None, *modules}
     around = {m for m in modules if not own.issuperset(m._modules.values())}
     known = 0

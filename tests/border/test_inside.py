@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
-from tests.beside import assert_same, reread, steps_beside
+from tests.beside import assert_same, reread, steps_beside, train_beside
 from tests.border.strategies import GLOO, batch, loss_of, make_model, wrapped
 from tests.pools import on_ranks
 
@@ -206,6 +207,50 @@ def test_state_dicts_of_modules_inside_are_refused(rank: int, world_size: int, f
 def test_dtype_in_forward_is_that_of_compute(rank: int) -> None:
     model = units(precision=PrecisionPolicy(compute=torch.bfloat16))
     assert model(batch(rank)).dtype == torch.bfloat16
+
+
+class Penalized(nn.Module):
+    """Looks at its own parameters while it computes: at their dtype, and (again in backward) at their norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def _penalty(self, x: torch.Tensor) -> torch.Tensor:
+        norms = [p.norm() for p in self.layer.parameters()]
+        return torch.tanh(self.layer(x)) * torch.stack([*norms, *norms]).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(next(self.parameters()).dtype)
+        assert self.layer.weight.dtype == x.dtype
+        out: torch.Tensor = checkpoint(self._penalty, x, use_reentrant=False)
+        return out
+
+
+def _in_units(how: str, precision: PrecisionPolicy) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(Penalized(), Penalized())
+    if how in ("flat", "apart"):
+        inner = [FSDP(m, flatten=how == "flat", precision=precision) for m in model]
+        return FSDP(nn.Sequential(*inner), flatten=how == "flat", precision=precision)
+    for m in (*model, model):
+        fully_shard(m, dtensors=how == "dtensors", precision=precision)
+    return model
+
+
+@pytest.mark.parametrize("how", ["flat", "apart", "rows", "dtensors"])
+@on_ranks(2, 3)
+def test_a_module_that_computes_lists_what_it_computes_with(rank: int, world_size: int, how: str) -> None:
+    """Also where the computation is run again in backward; before and after, shards."""
+    torch.manual_seed(0)
+    truth, model = nn.Sequential(Penalized(), Penalized()), _in_units(how, PrecisionPolicy())
+    listed = list(map(id, model.parameters()))
+    train_beside(rank, world_size, model, truth, lambda m, r, step: m(batch(r, step)).square().mean())
+    assert list(map(id, model.parameters())) == listed
+    copied = copy.deepcopy(model)
+    assert_same(copied, model)
+    torch.testing.assert_close(copied(batch(rank)), model(batch(rank)))
+    assert _in_units(how, PrecisionPolicy(compute=torch.bfloat16))(batch(rank)).dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------ containers
