@@ -310,6 +310,23 @@ def test_what_no_safetensors_file_can_be(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_a_table_that_is_too_long_is_two(tmp_path: Path) -> None:
+    """Readers take 100 MB."""
+    from safetensors import safe_open
+
+    (tmp_path / "files").mkdir()
+    names = [f"{k}." + "w" * 6_000_000 for k in range(18)]
+    files = SafetensorsFiles(str(tmp_path / "files"), 10**9, {"tied": names[17]})
+    for k, name in enumerate(names):
+        files.add(name, torch.int16, (1,), [memoryview(bytes([k, 0]))])
+    files.finish()
+    found = {n: v.read().item() for n, v in open_checkpoint(str(tmp_path / "files")).model.items()}
+    assert found == {**{name: k for k, name in enumerate(names)}, "tied": 17}
+    for file, count in (("1", 15), ("2", 3)):
+        with safe_open(tmp_path / "files" / f"model-0000{file}-of-00002.safetensors", "pt") as each:
+            assert len(each.keys()) == count
+
+
 @pytest.mark.oracle
 def test_fairscale_reads_and_writes_files_of_ranks(sources: dict[str, str], tmp_path: Path) -> None:
     from fairscale.nn import FullyShardedDataParallel as Theirs

@@ -86,7 +86,8 @@ def train(
 ) -> Numbers:
     model = plain or sharded(door, device, **options)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.02)
+    half = options["precision"].compute is not None if "precision" in options else False
+    optimizer = torch.optim.AdamW(trained, lr=0.02, fused=half and device is None)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     found = []
     for step in range(6):

@@ -119,7 +119,9 @@ def read_header(path: str) -> tuple[dict[str, Tree], int]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(_HEADER_LIMIT, size - 8):
-            raise DamagedFileError(f"{path} is no safetensors file, or cut off in its header")
+            raise DamagedFileError(
+                f"{path} is no safetensors file, or cut off in its header (of 100 MB at most)"
+            )
         try:
             header = json.loads(file.read(length))
             facts = [v for k, v in header.items() if k != _NOTES]
@@ -217,6 +219,7 @@ class SafetensorsFiles:
 
     A file begins with the table of all its tensors, those of the largest elements first, so that each begins at a
     multiple of its elements' size. So tensors are written aside, one file for each size, and copied behind the table.
+    Where a table would have more than 100 MB, which readers refuse, another file begins.
 
     Args:
         max_shard_size: in bytes; a file is larger only where one tensor is.
@@ -229,6 +232,7 @@ class SafetensorsFiles:
         self._files: list[list[str]] = []  # names of tensors in each that is whole
         self._aside: dict[str, tuple[torch.dtype, Sequence[int]]] = {}  # in none yet
         self._end = self._total = 0  # bytes of tensors aside, and of all
+        self._table = self._notes = len(json.dumps(self._tied)) + 1000  # bytes that a table may have
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int], blocks: Iterable[memoryview]) -> None:
         """Writes a tensor, whose bytes come in blocks."""
@@ -238,9 +242,10 @@ class SafetensorsFiles:
             raise ConfigurationError(
                 f"a tensor's name is {name!r}, which safetensors files have for their notes; give it another one"
             )
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._end and self._end + nbytes > self._most:
+        nbytes, entry = math.prod(shape) * dtype.itemsize, len(json.dumps(name)) + 21 * len(shape) + 100
+        if (self._end and self._end + nbytes > self._most) or self._table + entry > _HEADER_LIMIT:
             self._end_file()
+        self._table += entry
         with open(self._path_aside(dtype.itemsize), "ab") as file:
             file.writelines(blocks)
         self._aside[name] = dtype, shape
@@ -272,7 +277,7 @@ class SafetensorsFiles:
         if read_header(path)[0] != table:
             raise ShardkitError(f"{path}: its table is read otherwise than it was written")
         self._files.append(list(self._aside))
-        self._aside, self._end = {}, 0
+        self._aside, self._end, self._table = {}, 0, self._notes
 
     def finish(self) -> None:
         """Gives files their names, and writes an index where there are several."""

@@ -41,15 +41,6 @@ def in_state_dict(path: str) -> str:
     return path.replace("_fpw_module.", "")
 
 
-def split_shard_name(key: str) -> tuple[str, str | None]:
-    """Returns path of the wrapper and name of the shard, for a key of a state dict; no name if it is of no shard."""
-    parts = key.split(".")
-    for index, part in enumerate(parts):
-        if part.startswith(PREFIX):
-            return ".".join(parts[:index]), ".".join(parts[index:])
-    return key, None
-
-
 class SavedParameter(NamedTuple):
     """A parameter, or a buffer, as state dicts of torch_xla's shards have it.
 
@@ -69,11 +60,13 @@ class SavedParameter(NamedTuple):
 def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParameter]:
     """Yields all that torch_xla's state dicts with these keys hold, by their shard_metadata."""
     for key in keys:
-        wrapper, shard = split_shard_name(key)
-        if shard is None:  # buffers are rank 0's
+        parts = key.split(".")  # path of the wrapper, and name of the shard
+        at = next((k for k, part in enumerate(parts) if part.startswith(PREFIX)), None)
+        if at is None:  # buffers are rank 0's
             yield SavedParameter(clean(key), key, None)
             continue
-        info = facts["shard_info"][wrapper][shard]
+        wrapper = ".".join(parts[:at])
+        info = facts["shard_info"][wrapper][".".join(parts[at:])]
         path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
         if not info["_orig_name"].startswith(FLAT):
             yield SavedParameter(clean(path), key, tuple(info["_orig_size"]))
