@@ -661,10 +661,10 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
     shard = put_together(values, layout).to(device)
     if group.world_size > 1:
         if options.sync_module_states:
-            group.channel("buffers").broadcast(shard, 0, label="parameters of rank 0")
+            group.channel("gradients").broadcast(shard, 0, label="parameters of rank 0")
         shard = own_shard(shard, layout, group).clone()
     if replicas is not None and options.sync_module_states:
-        replicas.channel("buffers").broadcast(shard, 0, label="parameters of the first replica")
+        replicas.broadcast(shard, 0, label="parameters of the first replica")
     shard = shard.to(dtype)
     offload = options.offload
     if not (offload.parameters or offload.masters):

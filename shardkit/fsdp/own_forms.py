@@ -383,7 +383,7 @@ class ExtendedParameter(OriginalParameter):
         self._asked, whole = asked, self.part if self.part.is_meta else self.part.to(device)
         for tensor in [] if whole.is_meta else list(parts_with_memory(whole)):
             for sender in senders:
-                sender.channel("buffers").broadcast(tensor, 0, label="parameters of rank 0")
+                sender.channel("gradients").broadcast(tensor, 0, label="parameters of rank 0")
         self.part = self._rows_of(whole, group.rank, group.world_size)
         self.replace(torch.empty(0, dtype=whole.dtype, device=whole.device))
 

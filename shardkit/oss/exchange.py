@@ -962,10 +962,10 @@ class BufferSync:
     def __init__(self, module: nn.Module, group: Group, enabled: bool) -> None:
         self._group = group
         # looked up anew each time (``module.to`` replaces them), but without walking the whole module
-        self._places = [
-            (m, name) for m in module.modules() for name, b in m._buffers.items() if b is not None
-        ]
+        self._places = [(m, n) for m in module.modules() for n, b in m._buffers.items() if b is not None]
         self._enabled = enabled and group.world_size > 1 and bool(self._places)
+        if self._enabled:  # connections that only models with buffers need
+            group.channel("buffers")
         self.changed = False
         self.ranges = Ranges("buffers", group.ranks)
 
@@ -973,10 +973,10 @@ class BufferSync:
         """Replaces them now (every rank calls)."""
         self.changed = False
         found = (m._buffers.get(name) for m, name in self._places)
-        buffers = {id(b): b for b in found if b is not None}
+        buffers = list({id(b): b for b in found if b is not None}.values())
         if buffers and self._group.world_size > 1:
             with self.ranges.buffers():
-                broadcast_together(list(buffers.values()), self._group, "buffers of rank 0")
+                broadcast_together(buffers, self._group.channel("buffers"), "buffers of rank 0")
 
     def sync_if_changed(self) -> None:
         if self._enabled and self.changed:

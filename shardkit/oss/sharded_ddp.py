@@ -133,10 +133,10 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             refuse_other(policy, f"ShardedDDP on {self._backend.name}; take FSDP there")
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
-            broadcast_module(module, self._group.channel("buffers"))
+            broadcast_module(module, self._group.channel("gradients"))
             for segment in (s for o in self._sharded_optimizers for s in o.segments()):
                 segment.take_values()
-        self._buffers_sync = BufferSync(module, self._group.channel("buffers"), broadcast_buffers)
+        self._buffers_sync = BufferSync(module, self._group, broadcast_buffers)
         self._exchange: GradientExchange | None = GradientExchange(
             module, optimizers, self._group, policy, self._buffers_sync, self._run_id
         )

@@ -277,6 +277,12 @@ def _sharded_ddp(group: Any) -> tuple[nn.Module, Any]:
     return shardkit.ShardedDDP(model, optimizer, group=group), optimizer
 
 
+def _without_buffers(group: Any) -> tuple[nn.Module, Any]:
+    model = nn.Linear(8, 8)
+    optimizer = shardkit.OSS(model.parameters(), torch.optim.Adam, group=group)
+    return shardkit.ShardedDDP(model, optimizer, group=group), optimizer
+
+
 def _oss(group: Any) -> tuple[nn.Module, Any]:
     model = _model()
     return model, shardkit.OSS(model.parameters(), torch.optim.Adam, group=group)
@@ -286,7 +292,7 @@ def _oss(group: Any) -> tuple[nn.Module, Any]:
 def test_communicators_of_a_job(rank: int) -> None:
     """The numbers that docs/ARCHITECTURE.md gives."""
     found = {}
-    for make in (_oss, _sharded_ddp, _fsdp, _fully_shard):
+    for make in (_oss, _sharded_ddp, _without_buffers, _fsdp, _fully_shard):
         with _Made() as made:
             model, optimizer = make(dist.new_group([0, 1]))
             for _ in range(2):
@@ -297,12 +303,13 @@ def test_communicators_of_a_job(rank: int) -> None:
             model.state_dict()
         assert max(made.values()) == 1, made  # however many units there are
         found[make.__name__] = sorted(made)
-    all_four = ["buffers", "control", "gradients", "parameters"]
+    three = ["control", "gradients", "parameters"]
     assert found == {
         "_oss": ["control", "parameters"],
-        "_sharded_ddp": all_four,
-        "_fsdp": all_four,
-        "_fully_shard": all_four,
+        "_sharded_ddp": ["buffers", *three],
+        "_without_buffers": three,
+        "_fsdp": three,
+        "_fully_shard": three,
     }
 
 

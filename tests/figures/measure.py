@@ -60,7 +60,7 @@ def count_step(
     """The figures of one rank; all but memory with sequences of so many tokens (0: as the benchmarks have)."""
     import torch.distributed as dist
 
-    from tests.figures.counters import CallCounter, OperationCounter, quiet_collector
+    from tests.figures.counters import PACKAGE, CallCounter, OperationCounter, quiet_collector
     from tests.figures.gpt import build
     from tests.figures.implementations import IMPLEMENTATIONS
 
@@ -81,6 +81,7 @@ def count_step(
     figures: dict[str, Any] = {
         "operations": operations.operations,
         "calls": calls.calls,
+        "files": len({path for path, _ in calls.by_function if path.startswith(PACKAGE)}),
         "tracing": sum(n for (path, _), n in calls.by_function.items() if "/shardkit/tracing/" in path),
         "collectives": dict(operations.collectives),
         "sent": operations.sent,
