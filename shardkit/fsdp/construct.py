@@ -240,6 +240,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.mesh = found.mesh or original.mesh
                 if options.placement is not None:
                     original.dim = dimension_of(options.placement(p), full, p, options.mesh)
+                original.keeps_dtype = options.keeps_dtype is not None and options.keeps_dtype(p)
     claimed.update(by_param)
     return found
 
@@ -281,7 +282,8 @@ def alike(found: Found) -> list[list[OriginalParameter]]:
         return [[original] for original in found.originals]
     groups: dict[tuple[object, ...], list[OriginalParameter]] = {}
     for original in found.originals:
-        kind = original.param.dtype, original.param.requires_grad, original.store, original.mesh or found.mesh
+        param, mesh = original.param, original.mesh or found.mesh
+        kind = param.dtype, param.requires_grad, original.store, mesh, original.keeps_dtype
         groups.setdefault(kind, []).append(original)
     return list(groups.values())
 
@@ -361,7 +363,8 @@ def _facts(units: Sequence[Found]) -> Facts:
             within = original.within if isinstance(original, SplitParameter) else None
             cut = () if within is None else (str(within.placements),)
             along = (f"cut along dimension {original.dim}",) if original.dim else ()
-            facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along)))
+            computed = ("computed with as it is",) if original.keeps_dtype else ()
+            facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along, *computed)))
         o = found.state.options
         if o is not told:  # units that one call makes have the same
             told = o

@@ -737,9 +737,7 @@ class Engine:
                 unit.goes_backward = unit.is_reached
             if self._frozen and not self.is_alone:
                 self._ask_frozen()
-            self._lock_held()
-        elif self._keeping:
-            self._lock_frozen()
+        self._lock_held()
         for flat in self._flats:
             if flat.store.state is LOCKED and flat.written:
                 raise written_original(flat)
@@ -753,12 +751,8 @@ class Engine:
                 self._lock(unit.needs)
         if self._held:
             self._lock(self._held)
-        if self._keeping:
-            self._lock_frozen()
-
-    def _lock_frozen(self) -> None:
-        """Locks frozen values that stay, for the next step: what is written to them would not be in the shards."""
-        self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
+        if self._keeping:  # frozen values, for the next step
+            self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -1022,14 +1016,9 @@ class Engine:
         finally:
             self.after = self._last_reduced = []
             self.entered = []
-            if self._held:
-                self._lock(self._held)
         for unit in self.units:
             unit.end_backward()
-            if unit.is_held:
-                self._lock(unit.needs)
-        if self._keeping:
-            self._lock_frozen()
+        self._lock_held()
         self.units[0].backwards += 1
         if self._after_backward is not None:
             self._after_backward()
@@ -1084,7 +1073,8 @@ class Engine:
                 self._send(unit)
         while self._in_flight:
             self._receive()
-        self._land()
+        if self._on_host:
+            self._land()
         if self.rounds is not None:
             self.rounds.end()
             if self.rounds.are_waiting():

@@ -699,7 +699,8 @@ class FlatParam:
         self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self.post_forward_mesh = state.post_forward_mesh
         self.modules: Sequence[nn.Module] = ()
-        self.chosen_dtype, self._compute_device = options.precision.compute or own_dtype, options.device
+        self.chosen_dtype = None if originals[0].keeps_dtype else options.precision.compute or own_dtype
+        self._compute_device = options.device
         self.compression, self.sends_changes = options.precision.compression, options.reshard.sends_changes
         self.offloaded = Mirrored if options.offload.masters else None
         if not places:

@@ -34,7 +34,7 @@ from .submodule_api import collect_in_place
 from .torch_words import (
     TorchsArguments,
     TorchsMethods,
-    in_torchs_words,
+    TorchsWords,
     note_state_for_torch,
     own_class,
     sharded_class,
@@ -93,7 +93,7 @@ def fully_shard(
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
-    words, given = in_torchs_words(torchs_words), [module] if isinstance(module, nn.Module) else [*module]
+    words, given = TorchsWords(**torchs_words), [module] if isinstance(module, nn.Module) else [*module]
     if not given or len(set(given)) < len(given):
         found = "a module twice" if given else "an empty list of modules"
         raise ConfigurationError(f"fully_shard() got {found}: list modules, each once")
@@ -117,7 +117,7 @@ def fully_shard(
         precision=words.precision(precision),
         reshard=words.reshard(reshard),
         offload=words.offload(offload),
-        reduce=words.reduce(reduce),
+        reduce=words.reduce(reduce, modules),
         flatten=False,
         sync_module_states=sync_module_states,
         device=device,
@@ -129,6 +129,7 @@ def fully_shard(
         casts_inputs=casts,
         casts_root_inputs=casts,
         placement=words.shard_placement_fn,
+        keeps_dtype=words.keeps_dtype(),
     )
     _check(given, units, dtensors)
     companions: list[ShardingState] = []

@@ -194,6 +194,7 @@ class OriginalParameter:
         name: path in that module, the first where it has several.
         position: among the parameters of that module.
         dim: along which it is cut.
+        keeps_dtype: it is computed with in its own, whatever the unit's is.
     """
 
     beside = ""
@@ -201,7 +202,7 @@ class OriginalParameter:
     is_apart = False
     listed_as: type | None = None
     mesh: DeviceMesh | None = None
-    is_lazy = is_away = False
+    is_lazy = is_away = keeps_dtype = False
     dim = 0
 
     released: type[ReleasedParameter] = ReleasedParameter

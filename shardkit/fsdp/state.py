@@ -73,6 +73,7 @@ class Options:
         layout: cuts parameters of given shapes among so many ranks.
         whole_mesh: of which that mesh is the part for data.
         placement: says along which dimension a parameter is cut, as torch's ``shard_placement_fn``.
+        keeps_dtype: says whether a parameter is computed with in its own dtype.
         state_dict_device: where full state dicts are made; None: where the parameters are.
         state_dict_on_rank_0_only: they are empty on other ranks.
         clears_autocast_cache: after each forward.
@@ -98,6 +99,7 @@ class Options:
     whole_mesh: WholeMesh | None = None
     layout: Callable[[Sequence[torch.Size], int], ShardLayout] = AlignedLayout(None)
     placement: Callable[[nn.Parameter], object] | None = None
+    keeps_dtype: Callable[[nn.Parameter], bool] | None = None
     state_dict_device: torch.device | None = None
     state_dict_on_rank_0_only: bool = False
     clears_autocast_cache: bool = False
@@ -194,9 +196,8 @@ class ShardingState:
         for name in ("group", "post_forward_mesh", "replicas", "unit", "engine", "is_root", "summoned"):
             copied[name] = None
         copied["is_computing"] = False
-        copied["options"] = replace(
-            self.options, group=None, replicas=None, mesh=None, whole_mesh=None, placement=None
-        )
+        gone: Any = dict.fromkeys(("group", "replicas", "mesh", "whole_mesh", "placement", "keeps_dtype"))
+        copied["options"] = replace(self.options, **gone)
         copied["borrowed"], copied["divided"] = self.unit.borrowed, self.unit.divisors
         return copied
 

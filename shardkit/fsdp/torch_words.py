@@ -29,7 +29,7 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..reduction.ordered import refuse_local
 from ..torch_seams.hooks import watch_halves
 from ..torch_seams.tensors import WholeMesh
-from ..types import AnyCallable, StateDict, Tree
+from ..types import AnyCallable, Tree
 from .construct import wake
 from .forward import become_root, call_method, cast_inputs, run_gathered
 from .gradients import Comm, Hook
@@ -134,12 +134,23 @@ class TorchsWords(NamedTuple):
         _refuse_both("mp_policy", "precision", given)
         return PrecisionPolicy(compute=self.mp_policy.param_dtype)
 
-    def reduce(self, given: ReducePolicy | None) -> ReducePolicy | None:
-        """Returns the dtype on the wire."""
-        if self.mp_policy is None or self.mp_policy.reduce_dtype is None:
-            return given
-        _refuse_both("mp_policy.reduce_dtype", "reduce", given)
-        return ReducePolicy(dtype=self.mp_policy.reduce_dtype)
+    def keeps_dtype(self) -> Callable[[nn.Parameter], bool] | None:
+        """Returns what says whether a parameter is computed with in its own dtype, as torch 2.15's policies can."""
+        policy: Tree = self.mp_policy
+        if getattr(policy, "param_dtype_override_fn", None) is None:
+            return None
+        return lambda param: policy._resolve_for_param(param).param_dtype != policy.param_dtype
+
+    def reduce(self, given: ReducePolicy | None, modules: Sequence[nn.Module]) -> ReducePolicy | None:
+        """Returns the dtype on the wire: from torch 2.15 on that of the parameters, where none is said."""
+        policy = self.mp_policy
+        dtype = None if policy is None else policy.reduce_dtype
+        if dtype is not None:
+            _refuse_both("mp_policy.reduce_dtype", "reduce", given)
+        elif policy is not None and policy.param_dtype and given is None and torch.__version__ >= "2.15":
+            own = {p.dtype for m in modules for p in m.parameters() if p.is_floating_point()}
+            dtype = functools.reduce(torch.promote_types, own, policy.param_dtype)
+        return given if dtype is None else ReducePolicy(dtype=dtype)
 
     def reshard(self, given: ReshardPolicy | None) -> ReshardPolicy | None:
         """Says when parameters are given back; True and numbers are for a root too, as in torch."""
@@ -161,18 +172,6 @@ class TorchsWords(NamedTuple):
         """Gives outputs of its forward ``output_dtype`` from now on."""
         if self.mp_policy is not None and self.mp_policy.output_dtype is not None:
             module.register_forward_hook(partial(_cast_outputs, self.mp_policy.output_dtype))
-
-
-def in_torchs_words(given: TorchsArguments) -> TorchsWords:
-    """Holds what was said.
-
-    Raises:
-        TypeError: a word of nobody's.
-    """
-    unknown = [name for name in given if name not in TorchsWords._fields]
-    if unknown:
-        raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
-    return TorchsWords(**given)
 
 
 def _names(dims: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -608,6 +607,3 @@ class ComposableStates(dict[object, object]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return ComposableStates, (self._module, dict(self))
-
-    def __setstate__(self, state: StateDict) -> None:
-        """Ignores it: a dict's items are all that there is."""

@@ -47,7 +47,7 @@ from shardkit import (
     save_training,
     sharding_of,
 )
-from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
 from shardkit.fsdp.torch_words import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.beside import assert_same, train_beside, whole
@@ -879,3 +879,58 @@ def test_memory_that_stays_after_backward(rank: int) -> None:
             optimizer.zero_grad()
     assert [len(part.split()) for part in " ".join(heard).split("|")] == [9, 4, 9, 4, 9, 4, 0]
     assert_same(model, plain, rtol=0, atol=1e-6)
+
+
+class Scaled(nn.Module):
+    """Has a parameter of its own, and a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.scale, self.inside = nn.Parameter(torch.rand(5)), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x * self.scale)
+
+
+@pytest.mark.skipif(not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"), reason="of torch 2.15")
+@on_ranks(2)
+def test_parameters_computed_with_in_dtypes_of_their_own(rank: int) -> None:
+    """torch 2.15's policies choose for each parameter, and reduce in its dtype unless they say another one."""
+    low = torch.bfloat16
+
+    class Asked(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append((self.scale.dtype, self.inside.weight.dtype, self.inside.bias.dtype, x.dtype))
+            return nn.functional.linear(
+                x * self.scale.to(x.dtype), self.inside.weight, self.inside.bias.to(x.dtype)
+            )
+
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+    for reduce in (None, low):
+        found: list[tuple[torch.dtype, ...]] = []
+        policy: Any = MixedPrecisionPolicy(
+            param_dtype=low,
+            reduce_dtype=reduce,
+            param_dtype_override_fn=lambda p: p.dtype if p.ndim == 1 else None,
+        )
+        models = [shards(Asked(), mp_policy=policy) for shards in (fully_shard, torchs_fully_shard)]
+        for m in models:
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+            for _ in range(3):
+                m(x[rank]).square().mean().backward()
+                optimizer.step()
+        copy.deepcopy(models[0])(x[rank])
+        pickle.dumps(fully_shard(Scaled(), mp_policy=policy))
+        assert set(found) == {(torch.float32, low, torch.float32, low)}
+        for p, q in zip(*[m.parameters() for m in models], strict=True):
+            torch.testing.assert_close(p.to_local(), q.to_local(), rtol=0, atol=0)  # type: ignore[attr-defined]
+            torch.testing.assert_close(p.grad.to_local(), q.grad.to_local(), rtol=0, atol=0)  # type: ignore[union-attr]
+    wrong: Any = MixedPrecisionPolicy(param_dtype=low, param_dtype_override_fn=lambda p: torch.float16)
+    with pytest.raises(ValueError, match=r"torch.float16 for a parameter with dtype torch.float32"):
+        fully_shard(Scaled(), mp_policy=wrong)
+    by_rank: Any = MixedPrecisionPolicy(
+        param_dtype=low, param_dtype_override_fn=lambda p: p.dtype if rank else None
+    )
+    with pytest.raises(RankMismatchError, match="computed with as it is"):
+        fully_shard(Scaled(), mp_policy=by_rank)
