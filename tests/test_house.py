@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_436  # of all source; to be lowered with each release
+LINES = 64_429  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_213,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_350,  # the files right there
     "shardkit/checkpoint": 6_608,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_375,
+    "shardkit/fsdp": 11_368,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
