@@ -14,7 +14,7 @@ PARTS = {
     "backends": 7_213,
     "compat": 9_370,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_608,
+    "shardkit/checkpoint": 6_615,
     "shardkit/flattening": 837,
     "shardkit/fsdp": 11_368,
     "shardkit/integrations": 512,

@@ -114,7 +114,9 @@ class Save:
         """Finds out what there is to write, and that all ranks are in this (collective)."""
         before = _running.pop(self.ranks.rank, None)  # this rank's earlier save
         _, earlier = (None, None) if before is None else attempt(before.wait)
-        collected, problem = attempt(lambda: self._collect(collect)) if earlier is None else (None, None)
+        collected, problem = (
+            attempt(lambda: self._collect(collect, before)) if earlier is None else (None, None)
+        )
         facts = "" if collected is None else repr(_facts(collected, self.ranks))
         digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
         with_state = "" if collected is None else shards_with_state(collected.holder, collected.slots)
@@ -122,13 +124,17 @@ class Save:
         what = self.what if earlier is None else "the save before"
         try:
             everybody = agree(self.ranks, earlier or problem, what, fact)
+            if (
+                before is not None and self.ranks.rank == 0
+            ):  # it may have failed here alone; now no rank writes there
+                shutil.rmtree(before.temporary, ignore_errors=True)
             self._compare(everybody, collected)
         except Exception:
             self._give_up()
             raise
         _, self.temporary, self.run, self.kind, _, _ = everybody[0]
 
-    def _collect(self, collect: Callable[[], Collected]) -> Collected:
+    def _collect(self, collect: Callable[[], Collected], before: Handle | None) -> Collected:
         if not _is_number(self.step) or self.step < 0:
             raise ConfigurationError("step= has to be the number of steps done, 0 or more")
         if self.keep is not None and (not _is_number(self.keep) or self.keep < 1):
@@ -137,7 +143,7 @@ class Save:
             )
         if self.ranks.rank == 0:
             self.run, self.kind = folders.run_of(self.folder), best_hash()
-            self.temporary = folders.begin(self.folder, self.step)
+            self.temporary = folders.begin(self.folder, self.step, "" if before is None else before.temporary)
         collected = collect()
         self.parts = parts_of_rank(collected.entries, self.ranks.rank)
         if self._copies:
@@ -197,7 +203,7 @@ class Save:
 
     # ------------------------------------------------------------ in the background
     def in_background(self) -> Handle:
-        handle = Handle(self.target)
+        handle = Handle(self.target, self.temporary)
         handle.start(self.ranks.rank, self.write_alone)
         group = self.ranks.group
         if group is not None and not has_torchs_ranks():
@@ -446,10 +452,11 @@ class Handle:
 
     Attributes:
         path: of its folder, once it is complete.
+        temporary: of the folder that it is written in.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, temporary: str = "") -> None:
+        self.path, self.temporary = path, temporary
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 

@@ -164,7 +164,9 @@ def check_forward(unit: Unit) -> None:
         raise refusal(unit, "torch.export (torch.onnx.export too)")
     if fx_tracing():
         raise refusal(unit, "tracing with torch.fx (symbolic_trace, make_fx)")
-    check_backward(unit)
+    if in_compiled_autograd():
+        instead = "torch.compile without it (torch._dynamo.config.compiled_autograd = False)"
+        raise refusal(unit, "compiled autograd", instead)
     if transform_level() is not None and not all(flat.store.is_whole for flat in unit.needs):
         keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or []}
         kinds = torch._C._functorch.TransformType
@@ -174,16 +176,6 @@ def check_forward(unit: Unit) -> None:
                 "torch.func.grad (vjp, jvp, jacrev, hessian, ...)",
                 "torch.autograd.grad with respect to inputs",
             )
-
-
-def check_backward(unit: Unit) -> None:
-    """Raises LifecycleError where autograd's graph is compiled."""
-    if in_compiled_autograd():
-        raise refusal(
-            unit,
-            "compiled autograd",
-            "torch.compile without it (torch._dynamo.config.compiled_autograd = False)",
-        )
 
 
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
@@ -820,7 +812,6 @@ class Engine:
         Raises:
             LifecycleError: it builds a graph where that is not possible, or goes through one that is too old.
         """
-        check_backward(self.units[0])
         self._creates_graph = torch.is_grad_enabled()  # in a backward: create_graph=True
         if self._creates_graph and self.is_lazy:
             self._refuse_graph(self.units)

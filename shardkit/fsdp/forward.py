@@ -346,17 +346,6 @@ def enter(
     return entered, args, kwargs
 
 
-def enter_again(state: ShardingState) -> None:
-    """Notes that a forward calls its own module once more: there is nothing to gather.
-
-    Raises:
-        LifecycleError: it is another thread's.
-    """
-    engine = state.engine
-    if engine is not None and engine.thread not in (this_thread(), NO_THREAD):
-        check_one_thread(engine, "forward")
-
-
 def _watch_early(
     early: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], hook: GradientHook, passed: Container[int]
 ) -> None:

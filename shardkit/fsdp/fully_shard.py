@@ -25,7 +25,8 @@ from ..torch_seams.tensors import cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
 from ..types import Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
-from .forward import Entered, enter, enter_again, fail, leave
+from .engine import check_one_thread
+from .forward import Entered, enter, fail, leave
 from .originals import check_asker
 from .own_forms import extension_of
 from .state import Ignored, Options, ShardingState, enter_summon, exit_summon, state_of, units_in
@@ -222,7 +223,8 @@ class InPlace:
         handled = sys.exc_info()[1]
         try:
             if state.is_computing:
-                enter_again(state)
+                if state.engine is not None:
+                    check_one_thread(state.engine, "forward")
                 self._calls.append((None, handled))
                 return args, kwargs
             if state.summoned is not None:

@@ -141,9 +141,8 @@ class ReleasedParameter(GatheredParameter):
             if what in ("__repr__", "__format__"):
                 return _described(param)
             if isinstance(func, torch._ops.OpOverload) and current_backward() != NO_BACKWARD:
-                owner = owner_of(
-                    param
-                )  # an operation of autograd's, which a dispatch mode has made known to this class
+                # an operation of autograd's, which a dispatch mode has made known to this class
+                owner = owner_of(param)
                 if owner is not None and owner.flat.store.state.name == "LOCKED":
                     return func(*args, **kwargs)
             raise LifecycleError(refusal_of(param, resolve_name(func) or what))

@@ -15,7 +15,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..layout import buckets_by_size
 from ..policy import ReducePolicy
 from ..reduction.ordered import Rounds, microbatches, refuse_other
-from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, after_backward, current_backward
 from ..tracing.ranges import UNNAMED, Ranges
 from .flat_param import FlatParam
 from .gradients import OWN, CustomComms, GradientPack, LocalGradients, StoredPack, pack_for, sent_by
@@ -495,13 +495,14 @@ class UnitCall:
 
     The gradients of such a module may all be there while its frozen parameters are still in use: it is needed until
     backward has left the call by all of its inputs. Without an input that needs a gradient, it is needed to the end:
-    backward may go on to units below, or to what forward itself made a leaf.
+    backward may go on to units below, or to what forward itself made a leaf. So it may where an input is a leaf, whose
+    gradient autograd computes first; in a re-entrant checkpoint the end is that of the inner backward.
     """
 
     @not_compiled
     def __init__(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> None:
         needing = [t for t in inputs if t.requires_grad]
-        self._unit, self._inputs = unit, len(needing)
+        self._unit, self._inputs, self._at_end = unit, len(needing), any(t.is_leaf for t in needing)
         self._waiting = 0  # inputs that the backward in progress has not left by
         self._task = NO_BACKWARD
         for t in needing:
@@ -520,7 +521,14 @@ class UnitCall:
     def _left(self, _: torch.Tensor) -> None:
         self._waiting -= 1
         if self._waiting == 0 and self._task == current_backward():
-            unit = self._unit
-            unit.open_calls -= 1
-            if unit.open_calls == 0 and (unit.waiting == 0 or unit.reduced) and unit.engine is not None:
-                unit.engine.leave(unit)
+            engine = self._unit.engine
+            if not self._at_end:
+                self._leave()
+            elif engine is not None and engine.state.task != self._task:
+                after_backward(self._leave)
+
+    def _leave(self) -> None:
+        unit = self._unit
+        unit.open_calls -= 1
+        if unit.open_calls == 0 and (unit.waiting == 0 or unit.reduced) and unit.engine is not None:
+            unit.engine.leave(unit)

@@ -292,9 +292,8 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
             return _run_backward(t_outputs, *args, **kwargs)
         with contextlib.ExitStack() as around:
             for check in _asked_checks:
-                tensors = [
-                    asked for asked in args[3] if isinstance(asked, torch.Tensor)
-                ]  # no edges of the graph
+                # no edges of the graph
+                tensors = [asked for asked in args[3] if isinstance(asked, torch.Tensor)]
                 around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
             return _run_backward(t_outputs, *args, **kwargs)
     except RuntimeError as error:

@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[FSDP], Any], str]] = {
     "export": (lambda m: torch.export.export(m, (X,), strict=False), "torch.export .* torch.compile works"),
     "strict export": (lambda m: torch.export.export(m, (X,), strict=True), "torch.export .* torch.compile works"),
     "compiled autograd": (lambda m: _compiled_backward(m, True), "compiled autograd of an FSDP module"),
-    "compiled backward": (lambda m: _compiled_backward(m, False), "compiled autograd of an FSDP module"),
+    "compiled backward": (lambda m: _compiled_backward(m, False), "compiled autograd of a sharded module"),
     "unit's name": (
         lambda m: functional_call(m, {k: v.detach() for k, v in _net().named_parameters()}, (X,)),
         "'weight' is a parameter or buffer of the module that FSDP wraps",

@@ -268,6 +268,19 @@ FOUND = {
         ModelSpec((Node("linear", unit=Unit()), Node("frozen"))), steps=(Train(), Step(), Look())
     ),
     # the second backward did not notice that it was inside of the unit
+    # the gradient of the unit's input came first, for that is a leaf there, and the frozen layer was given back
+    "a frozen layer beside what a re-entrant checkpoint goes through": Program(
+        ModelSpec(
+            (
+                Node("linear"),
+                Node(
+                    "recomputed_reentrant",
+                    (Node("detached", (Node("linear", unit=Unit()), Node("frozen")), Unit()),),
+                ),
+            )
+        ),
+        steps=(Train(), Step(), Look()),
+    ),
     "a partly frozen unit, backward twice": Program(
         ModelSpec((Node("linear"), Node("attention", unit=Unit(), frozen="weight"))),
         steps=(Train("twice"), Step(), Look()),

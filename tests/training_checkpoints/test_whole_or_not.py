@@ -100,6 +100,25 @@ def test_an_error_on_one_rank_is_everybodys(rank: int, tmp_path: Path, in_backgr
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@on_ranks(2)
+def test_rank_0_fails_and_saves_again_while_another_writes(rank: int, tmp_path: Path) -> None:
+    """All raise its cause: the other one's was the folder, which rank 0 had removed for the next save."""
+    names, kept = data_file.write_parts.__globals__, data_file._write
+
+    def late(*args: Any) -> Any:
+        time.sleep(0.5)
+        return kept(*args)
+
+    names["_write"] = late if rank else _full
+    try:
+        with pytest.raises(FileNotWrittenError, match="on rank 0: No space left"):
+            shardkit.save(tmp_path, model=_model(), step=1, async_=True).wait()
+    finally:
+        names["_write"] = kept
+    shardkit.save(tmp_path, model=_model(), step=2)
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
 def test_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "checkpoints"
     for step in range(5):  # nothing is deleted unless that is asked for, by the earlier name as well

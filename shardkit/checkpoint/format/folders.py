@@ -70,10 +70,10 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     return next(iter(reversed(complete(folder).values())), None)
 
 
-def begin(folder: str, step: int) -> str:
-    """Returns a temporary folder for a step's files."""
+def begin(folder: str, step: int, spare: str = "") -> str:
+    """Returns a temporary folder for a step's files; of those that were left it leaves ``spare``."""
     os.makedirs(folder, exist_ok=True)
-    others = _clear(folder)
+    others = _clear(folder, spare)
     if step_name(step) in others:
         raise ConfigurationError(
             f"another process (number {others[step_name(step)]}) writes {step_name(step)} in {folder} at this moment. "
@@ -142,7 +142,7 @@ def _temporary(folder: str, step: int, kind: str) -> str:
     return os.path.join(folder, f".{step_name(step)}.{_host()}.{os.getpid()}.{token}.{kind}")
 
 
-def _clear(folder: str) -> dict[str, str]:
+def _clear(folder: str, spare: str) -> dict[str, str]:
     """Removes what killed saves have left; what was to be replaced comes back, if its place is free.
 
     Returns:
@@ -151,7 +151,7 @@ def _clear(folder: str) -> dict[str, str]:
     busy: dict[str, str] = {}
     for name in os.listdir(folder):
         matched = TEMPORARY.fullmatch(name)
-        if matched is None:
+        if matched is None or name == os.path.basename(spare):
             continue
         if not _is_left_over(os.path.join(folder, name), matched):
             if matched["kind"] == "part" and matched["host"] == _host():
