@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.distributed.fsdp._common_utils import TrainingState
@@ -42,7 +43,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.flattening.wrapper import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
 from shardkit.fsdp.construct import begin_move, end_move
-from shardkit.fsdp.flat_param import FlatParam, Registered
+from shardkit.fsdp.flat_param import FlatParam
 from shardkit.fsdp.forward import cast_inputs
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import (
@@ -177,15 +178,14 @@ class FullyShardedDataParallel(StandIn):
         device = device_of(given["device_id"], backend)
         materialize_each(module, given["param_init_fn"], device or backend.device(), ignored)
         own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
+        params = [p for m in own for p in m.parameters(recurse=False) if p not in ignored.parameters]
         if device is not None:
+            for p in params:
+                if managing(p) is None and p.device.type == "cpu":
+                    p.data = p.data.to(device)
             for m in own:
-                for p in m._parameters.values():
-                    is_free = p is not None and managing(p) is None and p not in ignored.parameters
-                    if p is not None and is_free and p.device.type == "cpu":
-                        p.data = p.data.to(device)
                 move_buffers(m, device, "cpu")
         offloads = offload is not None and offload.offload_params
-        params = [p for m in own for p in m.parameters(recurse=False) if p not in ignored.parameters]
         compute = device_for(params, None, offloads)
         casts = mixed or MixedPrecision(cast_forward_inputs=True)
         prefetches = given["backward_prefetch"] is not None or given["forward_prefetch"]
@@ -495,9 +495,9 @@ class FullyShardedDataParallel(StandIn):
         _, own = _first_of(model)
         config = own.optim_state_dict_config
         sharded = own.state_dict_type is StateDictType.SHARDED_STATE_DICT
-        rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-        how = {"sharded": sharded, "rank0_only": rank0_only, "on_cpu": config.offload_to_cpu}
-        return _gathered(model, optim, optim_state_dict, **how)
+        how = {"rank0_only": getattr(config, "rank0_only", False), "on_cpu": config.offload_to_cpu}
+        with begun(model, optim, optim_state_dict is None and type(config) is not FullOptimStateDictConfig):
+            return _gathered(model, optim, optim_state_dict, sharded=sharded, **how)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -513,13 +513,12 @@ class FullyShardedDataParallel(StandIn):
         Raises:
             ConfigurationError: it is of another model, or by numbers; ``is_named_optimizer``.
         """
-        _, own = _first_of(model)
         if is_named_optimizer:
             raise ConfigurationError(
                 "is_named_optimizer=True: optimizers that name their parameters themselves are not taken; use one of "
                 "torch.optim, whose state is named here"
             )
-        config = own.optim_state_dict_config
+        config = _first_of(model)[1].optim_state_dict_config
         if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
             part = _from_rank_0(model, optim, optim_state_dict, group)
         else:
@@ -648,15 +647,14 @@ def settings_of(units: Iterable[FullyShardedDataParallel]) -> StateDictSettings 
     Raises:
         ConfigurationError: units have different ones.
     """
-    found: StateDictSettings | None = None
-    for unit in units:
-        if found is not None and unit._settings != found:
+    found = [unit._settings for unit in units]
+    for other in found:
+        if other != found[0]:
             raise ConfigurationError(
-                f"FSDP modules have different settings for state dicts, {found} and {unit._settings}; call "
+                f"FSDP modules have different settings for state dicts, {found[0]} and {other}; call "
                 "FSDP.set_state_dict_type with the outermost module"
             )
-        found = unit._settings
-    return found
+    return found[0] if found else None
 
 
 # ------------------------------------------------------------ what becomes of a full state dict
@@ -746,24 +744,17 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
                 original.param.grad = None if is_unused else part.to(original.param)
         yield
         for listing in listings if writeback else ():
-            _keep(listing)
+            gradient = listing.param.grad
+            if gradient is None:
+                continue
+            found = [(m.shape.numel(), m.param.grad) for m in listing.originals]
+            rows = [gradient.new_zeros(n) if g is None else g.reshape(-1).to(gradient) for n, g in found]
+            own = put_together(rows, listing.layout)[listing.layout.part(listing.group.rank)]
+            gradient.detach().copy_(own.view(gradient.shape))
     finally:
         for flat in flats:
             for original in flat.originals:
                 original.param.grad = None
-
-
-@torch.no_grad()
-def _keep(listing: Registered) -> None:
-    gradient = listing.param.grad
-    if gradient is None:
-        return
-    rows = [
-        gradient.new_zeros(m.shape.numel()) if m.param.grad is None else m.param.grad.reshape(-1).to(gradient)
-        for m in listing.originals
-    ]
-    own = put_together(rows, listing.layout)[listing.layout.part(listing.group.rank)]
-    gradient.copy_(own.view(gradient.shape))
 
 
 # ------------------------------------------------------------ optimizers made before
@@ -819,6 +810,17 @@ def _parameters_of(model: nn.Module, optim: Optimizer) -> dict[int, Held]:
     if _first_of(model)[0]._use_orig_params:
         follow_shards(optim)
     return parameters_of(model, optim)
+
+
+@contextlib.contextmanager
+def begun(model: nn.Module, optim: Optimizer, is_asked: bool = True) -> Iterator[None]:
+    """Gives an optimizer that never stepped, inside, what its first step would make: what a checkpoint is read into."""
+    _parameters_of(model, optim)
+    if is_new := is_asked and not optim.state:
+        _init_optim_state(optim)
+    yield
+    if is_new:
+        optim.state.clear()
 
 
 def _gathered(

@@ -5,8 +5,8 @@ Models without such modules are handed on to torch's functions.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 from torch import nn
 from torch.distributed.checkpoint import state_dict as theirs
@@ -25,6 +25,7 @@ from shardkit.fsdp.state import plain_name
 from shardkit.types import IncompatibleKeys, StateDict
 
 from .fully_sharded_data_parallel import FullyShardedDataParallel as FSDP
+from .fully_sharded_data_parallel import begun
 
 __all__ = [
     "StateDictOptions",
@@ -57,15 +58,14 @@ def _is_ours(
     return True
 
 
-@contextlib.contextmanager
-def _as(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
+def _as(model: nn.Module, options: StateDictOptions) -> AbstractContextManager[None]:
     """Makes state dicts of the model as options of torch's functions say, inside of it."""
-    first, on_cpu = options.full_state_dict and options.cpu_offload, options.cpu_offload
-    full = FullStateDictConfig(on_cpu, first), FullOptimStateDictConfig(on_cpu, first)
+    on_cpu = options.cpu_offload
+    if options.full_state_dict:
+        full = FullStateDictConfig(on_cpu, on_cpu), FullOptimStateDictConfig(on_cpu, on_cpu)
+        return FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *full)
     cut = ShardedStateDictConfig(on_cpu), ShardedOptimStateDictConfig(on_cpu)
-    kind = StateDictType.FULL_STATE_DICT if options.full_state_dict else StateDictType.SHARDED_STATE_DICT
-    with FSDP.state_dict_type(model, kind, *(full if options.full_state_dict else cut)):
-        yield
+    return FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *cut)
 
 
 def _all(optimizers: Optimizers) -> list[Optimizer]:
@@ -96,11 +96,8 @@ def get_optimizer_state_dict(
     found: StateDict = {"state": {}, "param_groups": []}
     with _as(model, options or StateDictOptions()):
         for optimizer in _all(optimizers):
-            is_new = not optimizer.state
-            theirs._init_optim_state(optimizer)
-            own = FSDP.optim_state_dict(model, optimizer)
-            if is_new:
-                optimizer.state.clear()
+            with begun(model, optimizer):
+                own = FSDP.optim_state_dict(model, optimizer)
             found["state"].update(own.get("state", {}))
             found["param_groups"] += own.get("param_groups", [])
     return found if found["param_groups"] else {}
@@ -148,7 +145,6 @@ def set_optimizer_state_dict(
         else:
             part = FSDP.flatten_sharded_optim_state_dict(optim_state_dict, model, optimizer)
         optimizer.load_state_dict(part)
-    return None
 
 
 def set_state_dict(

@@ -362,3 +362,29 @@ def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tm
     same(model.state_dict(), before, 0.0)
     assert train(other["inner"], [rank], follows) == train(model, [rank], optimizer)
     same(other["inner"].state_dict(), model.state_dict(), 0.0)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+def test_a_checkpoint_is_read_into_an_optimizer_that_never_stepped(
+    rank: int, use_orig_params: bool, kind: StateDictType, tmp_path: Path
+) -> None:
+    """As accelerate and Trainer resume: what is not in the state to be filled is not read, without a word."""
+    options: dict[str, Any] = {"auto_wrap_policy": INNER, "use_orig_params": use_orig_params}
+    model = FSDP(net(), **options)
+    optimizer = adam(model)
+    train(model, [rank], optimizer)
+    module = net()
+    before = adam(module)
+    resumed = FSDP(module, **options)
+    follows = before if use_orig_params else adam(resumed)
+    resumed.load_state_dict(model.state_dict())
+    FSDP.set_state_dict_type(model, kind)
+    FSDP.set_state_dict_type(resumed, kind)
+    dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    state = {"optimizer": FSDP.optim_state_dict(resumed, follows)}
+    assert not follows.state
+    dcp.load(state, checkpoint_id=tmp_path)
+    FSDP.optim_state_dict_to_load(resumed, follows, state["optimizer"], load_directly=True)
+    assert train(resumed, [rank], follows) == train(model, [rank], optimizer)
