@@ -32,7 +32,6 @@ from torch.nn.modules.module import (
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
-from ..torch_seams.hooks import NO_BACKWARD, current_backward
 from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
 from .flat_param import Registered
@@ -79,17 +78,15 @@ class ParametersInUse(Answer):
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         module = self.module
         for name, listed in type(module).named_parameters(module, *args, **kwargs):
-            yield name, _in_use(module, listed)
+            yield name, _in_use(listed)
 
 
-def _in_use(module: nn.Module, listed: nn.Parameter) -> nn.Parameter:
+def _in_use(listed: nn.Parameter) -> nn.Parameter:
     """Returns the original parameter for what is listed of it, while a forward or backward has its values."""
     listing = listing_of(listed)
-    if listing is None or len(listing.originals) > 1 or listing.flat.store.state is not GATHERED:
-        return listed
-    engine = module.__dict__[_MANAGED].state().engine
-    computes = engine is not None and (engine.forwards > 0 or current_backward() != NO_BACKWARD)
-    return listing.originals[0].param if computes else listed
+    # what stays from forward to backward is locked in between
+    in_use = listing is not None and listing.flat.store.state is GATHERED and len(listing.originals) == 1
+    return listing.originals[0].param if in_use else listed
 
 
 class NamedParameters(Answer):
@@ -109,7 +106,7 @@ class NamedParameters(Answer):
                     continue
                 if remove_duplicate:
                     seen.add(id(param))
-                yield ".".join(part for part in (prefix, clean(path), name) if part), _in_use(m, param)
+                yield ".".join(part for part in (prefix, clean(path), name) if part), _in_use(param)
 
 
 class NamedModules(Answer):

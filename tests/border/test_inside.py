@@ -246,7 +246,9 @@ def test_a_module_that_computes_lists_what_it_computes_with(rank: int, world_siz
     truth, model = nn.Sequential(Penalized(), Penalized()), _in_units(how, PrecisionPolicy())
     listed = list(map(id, model.parameters()))
     train_beside(rank, world_size, model, truth, lambda m, r, step: m(batch(r, step)).square().mean())
+    kept = model(batch(rank))  # the root is gathered until backward
     assert list(map(id, model.parameters())) == listed
+    kept.sum().backward()
     copied = copy.deepcopy(model)
     assert_same(copied, model)
     torch.testing.assert_close(copied(batch(rank)), model(batch(rank)))
