@@ -181,8 +181,7 @@ def check_forward(unit: Unit) -> None:
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
     """Returns the error, which says what to call instead."""
     remedy = f"Use {instead}, or do it with a module that is not wrapped" if instead else _INSTEAD
-    group = unit.group
-    where = "FSDP" if group is None else f"rank {group.ranks[group.rank]}"
+    where = "FSDP" if unit.group is None else f"rank {unit.group.ranks[unit.group.rank]}"
     return LifecycleError(
         f"{where}: {what} of an FSDP module ({unit.name or 'the root'}) is not possible: its parameters are "
         f"gathered and given back while it runs. {remedy}"
@@ -526,6 +525,7 @@ class Engine:
         units: the root's own first.
         state: the backward in progress.
         forwards: depth of forward calls in progress.
+        in_place: frames of those that torch calls of modules sharded in place, and what forgets them.
         pending: forwards of the root whose outputs no backward has reached.
         entered: those that the backward in progress goes through.
         thread: the one that is inside of a forward.
@@ -549,6 +549,7 @@ class Engine:
         self.common = CommonOrder(self)
         self.state = BackwardState(self._end_of_backward)
         self.forwards = 0
+        self.in_place: list[tuple[Any, Callable[[], None]]] = []
         self.pending: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         self.entered: list[ForwardGraph] = []
         self.thread = NO_THREAD
@@ -802,6 +803,13 @@ class Engine:
             self._around = []
             self._lock_held()
 
+    def forget_interrupted(self) -> None:
+        """Ends forwards that nobody is inside of, as torch calls no hooks after KeyboardInterrupt and its like."""
+        with contextlib.suppress(RuntimeError):  # it runs
+            self.in_place[0][0].clear()
+            while self.in_place:
+                self.in_place.pop()[1]()
+
     # ------------------------------------------------------------ backward
     def begin_backward(self, by_gradient: bool = False) -> None:
         """Notes that a backward was noticed, from inside of it.
@@ -1016,7 +1024,7 @@ class Engine:
 
     def _refuse_graph(self, units: Sequence[Unit]) -> None:
         """Raises LifecycleError if gradients of sharded parameters would be in a graph: reductions are in none."""
-        for flat in (f for u in units if self.is_lazy or u.has_fired for f in u.flats):
+        for flat in (f for u in units if self.is_lazy or u.waiting < len(u.fired) for f in u.flats):
             if not flat.store.is_whole:
                 raise LifecycleError(
                     f"rank {flat.group.rank}: a backward with create_graph=True that gives gradients of an FSDP "
@@ -1173,6 +1181,8 @@ class Engine:
     # ------------------------------------------------------------ between steps
     def check_idle(self, what: str) -> None:
         """Raises LifecycleError in the middle of a forward or backward."""
+        if self.in_place:
+            self.forget_interrupted()
         if self.forwards or (self.state.task != NO_BACKWARD and current_backward() != NO_BACKWARD):
             raise LifecycleError(
                 f"{what} inside of forward or backward is not possible; call it between steps"

@@ -90,12 +90,6 @@ _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_ac
 
 
 @functools.cache
-def watch_asked_gradients() -> None:
-    """Refuses backwards that are asked for gradients of shards, from now on."""
-    check_asked_gradients(_refuse_shards)
-
-
-@functools.cache
 def class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
     """Makes the class of what is listed one that has another's methods, too."""
     if not issubclass(listed, nn.Parameter):
@@ -737,7 +731,7 @@ class FlatParam:
             if kind is not None and not isinstance(listing.param, kind):
                 listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
         note_listings(self.listings)
-        watch_asked_gradients()
+        check_asked_gradients(_refuse_shards)
 
     def leave_out(self, number: int, layout: ShardLayout) -> None:
         """Gives up an original parameter, the others being laid out so, before the first forward."""

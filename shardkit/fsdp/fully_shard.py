@@ -220,11 +220,13 @@ class InPlace:
         state = self._state
         if state.is_asleep:
             wake(state)
-        handled = sys.exc_info()[1]
+        handled, engine = sys.exc_info()[1], state.engine
+        if engine is not None and engine.in_place and (state.is_root or self._calls):
+            engine.forget_interrupted()
         try:
             if state.is_computing:
-                if state.engine is not None:
-                    check_one_thread(state.engine, "forward")
+                if engine is not None:
+                    check_one_thread(engine, "forward")
                 self._calls.append((None, handled))
                 return args, kwargs
             if state.summoned is not None:
@@ -235,7 +237,15 @@ class InPlace:
             raise
         self._calls.append((entered, handled))
         state.is_computing = True
+        if entered.engine is not None:
+            entered.engine.in_place.append((sys._getframe(1), self._forget))
         return args, kwargs
+
+    def _forget(self) -> None:
+        """Ends the forward that nobody is inside of, and tells no other rank."""
+        calls, self._calls, self._state.is_computing = self._calls, [], False
+        for entered in filter(None, (call[0] for call in calls)):
+            fail(self._state, entered, LifecycleError("it was interrupted"))
 
     @not_compiled
     def _leave(self, module: nn.Module, args: object, kwargs: object, outputs: Tree) -> Tree:
@@ -247,6 +257,8 @@ class InPlace:
         if entered is None:
             return outputs
         state.is_computing = False
+        if entered.engine is not None:
+            entered.engine.in_place.pop()
         error = sys.exc_info()[1]
         if error is not None and error is not handled:
             fail(state, entered, error)

@@ -76,15 +76,13 @@ class GatheredParameter(nn.Parameter):
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """Returns its values without a graph; what is written to them has a version of its own, which is looked at."""
         data: torch.Tensor = get_data(self)
-        owner = owner_of(self)
-        if owner is not None:
+        if (owner := owner_of(self)) is not None:
             owner.flat.store.note_data(owner.number, data)
         return data
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        owner = owner_of(self)
-        if owner is not None:
+        if (owner := owner_of(self)) is not None:
             owner.flat.store.note_data(owner.number, None)
         set_data(self, values)
 

@@ -16,10 +16,10 @@ States follow each other so (:data:`TRANSITIONS`)
 
 [Note: kept views] While a unit is gathered, a view of an original parameter is a tensor like any other. When the unit's
 memory is given back, it is a tensor without memory: reading it would end the process, or show what lies there now. So
-where a module of the unit keeps one, it changes its class with the original parameters (see [Note: released] of
-``originals.py``), and back when they have their values again. To find it costs a step nothing: storage knows how many
-tensors look at it. Where they are no more than the last time, and all were autograd's then, nothing is new; else the
-attributes of the unit's modules are looked through.
+where a module of the unit keeps one, or anybody what ``.data`` has given, it changes its class with the original
+parameters (see [Note: released] of ``originals.py``), and back when they have their values again. To find it costs a
+step nothing: storage knows how many tensors look at it. Where they are no more than the last time, and all were
+autograd's then, nothing is new; else the attributes of the unit's modules are looked through.
 
 [Note: given back] What autograd saved has its memory again when backward enters a unit by what forward returned or a
 module kept. By what left otherwise (in a closure, a global list) it would come to no memory, and the process to its
@@ -54,14 +54,15 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Backend, Copy, Group, Work
@@ -245,8 +246,9 @@ class Store(ABC):
         self._last: list[int] = []  # when they had them last
         are_split = map(hasattr, map(_param_of, self._originals), repeat("_local_tensor"))
         self._split = [*compress(self._originals, are_split)]
-        # what a program was given as their data, and None where it has set them
-        self._seen: list[tuple[int, torch.Tensor | None]] = []
+        # what a program was given as their data, and the version then; None where it has set them
+        self._seen: list[tuple[int, torch.Tensor | None, int]] = []
+        self._lent: list[tuple[int, TensorWeakRef]] = []  # between uses, what it may keep of these
         self.is_whole = flat.is_whole
         self.state: State = RELEASED
         self.memory = 0
@@ -363,6 +365,9 @@ class Store(ABC):
         """Makes them parameters like any other."""
         if self.away is not None:
             self.away = set_versions(*self.away)  # which returns None
+        if self._lent:
+            self._seen = [(k, data, data._version) for k, ref in self._lent if (data := ref()) is not None]
+            self._lent = []
         for original in self._originals:
             original.param.__class__ = original.kind
         if self._flat.lists_dtensors:
@@ -383,10 +388,8 @@ class Store(ABC):
             self._versions = []
         if is_gone and self._last and self.away is None:  # else they are memory for backward still
             tensors = [*map(_param_of, self._originals), *map(_local_of, self._split)]
-            self.away = (
-                tensors,
-                self._last + list(map(attrgetter("_version"), tensors[len(self._last) :])),
-            )
+            tensors += [data for _, ref in self._lent if (data := ref()) is not None] if self._lent else ()
+            self.away = tensors, [*self._last, *map(attrgetter("_version"), tensors[len(self._last) :])]
             set_versions(tensors, [GIVEN_BACK] * len(tensors))
         for original in self._originals:
             original.param.__class__ = original.released
@@ -395,14 +398,17 @@ class Store(ABC):
 
     def note_data(self, number: int, data: torch.Tensor | None) -> None:
         """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
-        if self._versions and self.state is GATHERED:
-            self._seen.append((number, data))
+        if self._versions and not self.is_whole and self.state is GATHERED:
+            self._seen.append((number, data, 0))
 
     def _count_data(self, versions: list[int]) -> None:
         """Adds how often data were written to, or that they are others still."""
-        for number, data in self._seen:
+        for number, data, since in self._seen:
             if data is not None:
-                versions[number] += data._version
+                versions[number] += data._version - since
+                self._lent += (
+                    [(number, TensorWeakRef(data))] if self.memory else ()
+                )  # else a tensor of its own
             elif not self._backend.has_storage:
                 versions[number] += 1
             elif self._originals[number].param.untyped_storage()._cdata != self.memory != 0:
@@ -478,14 +484,14 @@ class KeptViews:
         self._familiar: dict[tuple[bool, bool], int] = {}
         self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
 
-    def conceal(self, modules: Sequence[nn.Module]) -> None:
-        """Notes that the memory is about to be given back; views may be kept by these modules."""
+    def conceal(self, modules: Sequence[nn.Module], lent: Sequence[tuple[int, TensorWeakRef]]) -> None:
+        """Notes that the memory is about to be given back; views may be kept by these modules, or by whoever."""
         state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
         now = _holders_of(self._memory)
-        if not self.found and now <= self._familiar.get(state, 0):
+        if not self.found and not lent and now <= self._familiar.get(state, 0):
             self._familiar[state] = now
             return
-        self._find(modules)
+        self._find(modules, [data for _, ref in lent if (data := ref()) is not None])
         if not self.found:
             self._familiar[state] = _holders_of(self._memory)
             return
@@ -501,35 +507,24 @@ class KeptViews:
                 kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedView
                 tensor.__class__ = without_values(kind, tensor)
 
-    def _find(self, modules: Sequence[nn.Module]) -> None:
+    def _find(self, modules: Sequence[nn.Module], lent: Sequence[torch.Tensor]) -> None:
         found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
         own = {id(original.param) for original in self._originals}
-        for module in modules:
-            for tensor in _tensors_in(list(module.__dict__.values())):
-                local = local_of(tensor)
-                if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(local):
-                    continue
-                if _address_of(local) == self._memory:
-                    found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
+        values = tree_leaves([module.__dict__ for module in modules])
+        kept = chain.from_iterable(v if type(v) is set else (v,) for v in values)
+        for tensor in [*lent, *filter(torch.is_tensor, kept)]:
+            local = local_of(tensor)
+            if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(local):
+                continue
+            if _address_of(local) == self._memory:
+                found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
         self.found = list(found.values())
 
     def reveal(self) -> None:
         """Notes that the memory is back."""
         for ref, kind in self.found:
-            tensor = ref()
-            if tensor is not None:
+            if (tensor := ref()) is not None:
                 tensor.__class__ = kind
-
-
-def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yields all tensors in nested lists, tuples, sets and dicts."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple | set) and depth:
-            yield from _tensors_in(value, depth - 1)
-        elif isinstance(value, dict) and depth:
-            yield from _tensors_in(list(value.values()), depth - 1)
 
 
 class Stored(Store):
@@ -676,9 +671,9 @@ class Stored(Store):
             self._kept_views.reveal()
 
     def lock(self) -> None:
-        if self.state is GATHERED:
-            self._kept_views.conceal(self._flat.modules)
         super().lock()
+        if self.state is LOCKED:
+            self._kept_views.conceal(self._flat.modules, self._lent)
 
     def unlock(self) -> None:
         super().unlock()
@@ -691,8 +686,8 @@ class Stored(Store):
         if not self._full.untyped_storage().resizable():  # numpy or the like has a view, and keeps the memory
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)
-        self._kept_views.conceal(self._flat.modules)
         self._conceal(True)
+        self._kept_views.conceal(self._flat.modules, self._lent)
         self._backend.release_storage(self._full)
         self.state = RELEASED if self._kept is None else KEPT
 

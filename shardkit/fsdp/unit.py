@@ -50,6 +50,7 @@ class Unit:
         engine: runs the unit; the root's.
         enter_backward: called where backward reaches an output of the module, with the gradient.
         is_held: gathered on behalf of this unit.
+        fired: which of its trainable parameters the backward in progress has given a gradient.
         reduced: its gradients were sent in this backward.
         packs: reduce the gradients of each of its flat parameters; made with the engine.
         sent: those of them that have something to send.
@@ -98,7 +99,7 @@ class Unit:
             "lists, whose gradients are the mean over ranks"
         )
         self.packs: list[GradientPack] = []
-        self._fired: list[bool] = []
+        self.fired: list[bool] = []
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.keeps_local = False
@@ -145,9 +146,9 @@ class Unit:
     # ------------------------------------------------------------ what is trainable
     def attach(self) -> None:
         """Listens to the gradients of the original parameters that are trainable now."""
-        if self._fired:
+        if self.fired:
             self._hooks.remove()
-        self._fired, self.has_frozen = [], False
+        self.fired, self.has_frozen = [], False
         with as_tensors():
             for flat in self.borrowed:
                 self.has_frozen = self.has_frozen or False in map(_requires_grad, flat.originals)
@@ -158,10 +159,10 @@ class Unit:
                 flat.trains, flat.reduce = True in trainable, self.reduce
                 self.has_frozen = self.has_frozen or False in trainable
                 for number in compress(range(len(trainable)), trainable):
-                    after = self._after(len(self._fired), flat, number)
+                    after = self._after(len(self.fired), flat, number)
                     self._hooks.attach(flat.originals[number].param, None, after)
-                    self._fired.append(False)
-        self.waiting = len(self._fired)
+                    self.fired.append(False)
+        self.waiting = len(self.fired)
         if self.engine is not None:
             self.run_by(self.engine)
 
@@ -215,8 +216,8 @@ class Unit:
                 raise backward_when_summoned(flat)
             if engine.state.task == NO_BACKWARD:
                 engine.begin_backward(by_gradient=True)
-            if not self._fired[index]:
-                self._fired[index] = True
+            if not self.fired[index]:
+                self.fired[index] = True
                 self.waiting -= 1
                 if self.waiting == 0:
                     if self.task in (NO_BACKWARD, current_backward()):
@@ -322,12 +323,7 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """Whether there is anything to reduce."""
-        return bool(self._fired)
-
-    @property
-    def has_fired(self) -> bool:
-        """Whether the backward in progress has given it a gradient."""
-        return self.waiting < len(self._fired)
+        return bool(self.fired)
 
     def send(self, together: list[torch.Tensor | None] | None = None) -> None:
         """Starts the reduction of its gradients.
@@ -400,8 +396,8 @@ class Unit:
         self.reduced = False
         self.task = NO_BACKWARD
         self.open_calls = 0
-        count = len(self._fired)
-        self._fired[:] = [False] * count
+        count = len(self.fired)
+        self.fired[:] = [False] * count
         self.waiting = count
 
 
@@ -521,10 +517,9 @@ class UnitCall:
     def _left(self, _: torch.Tensor) -> None:
         self._waiting -= 1
         if self._waiting == 0 and self._task == current_backward():
-            engine = self._unit.engine
             if not self._at_end:
                 self._leave()
-            elif engine is not None and engine.state.task != self._task:
+            elif (engine := self._unit.engine) is not None and engine.state.task != self._task:
                 after_backward(self._leave)
 
     def _leave(self) -> None:

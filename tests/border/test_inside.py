@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
-from tests.beside import assert_same, reread, steps_beside, train_beside
+from tests.beside import assert_same, mean_square, reread, steps_beside, train_beside
 from tests.border.strategies import GLOO, batch, loss_of, make_model, wrapped
+from tests.fsdp_models import build
 from tests.pools import on_ranks
 
 
@@ -356,3 +357,41 @@ def test_an_inner_module_from_a_file_says_that_it_has_no_values(rank: int, world
             copied.state_dict()
         with pytest.raises(LifecycleError, match="without the FSDP module"):
             copied.load_state_dict(make_model().state_dict())
+
+
+class Interrupted(nn.Linear):
+    """Is interrupted where it is told to be."""
+
+    is_due = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+@on_ranks(1, 2, 3)
+def test_an_interrupted_forward(rank: int, world_size: int, dtensors: bool) -> None:
+    """What is called, saved or trained next is right: torch calls no hooks of modules after KeyboardInterrupt."""
+    plain, model = (build(lambda: nn.Sequential(nn.Linear(6, 5), Interrupted(5, 6))) for _ in range(2))
+    for unit in (*model, model):
+        fully_shard(unit, dtensors=dtensors)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+
+    def interrupt(*called: nn.Module) -> None:
+        for unit in called:
+            model[1].is_due = True
+            with pytest.raises(KeyboardInterrupt):
+                unit(torch.ones(2, 6 if unit is model else 5))
+
+    for step in range(2):
+        interrupt(model)
+        assert_same(model, plain)
+        interrupt(model, model[1], model)
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+        interrupt(model[1])
+        steps_beside(rank, world_size, model, plain, mean_square, optimizers, [step])
+    assert_same(model, plain)

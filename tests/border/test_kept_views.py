@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -169,25 +170,33 @@ LEAVING: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 }
 
 
+DOORS = ["fsdp", "unflattened", "rows", "dtensors"]
+
+
+def in_front(first: nn.Module, door: str | None) -> Any:
+    """In front of two layers, each of which is a unit."""
+    model: Any = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    if door in ("rows", "dtensors"):
+        for unit in (*model, model):
+            fully_shard(unit, dtensors=door == "dtensors")
+    elif door:
+        model = FSDP(nn.Sequential(*map(FSDP, model)), flatten=door == "fsdp")
+    return model
+
+
 @pytest.mark.parametrize("how", LEAVING)
-@pytest.mark.parametrize("door", ["fsdp", "unflattened", "rows", "dtensors"])
+@pytest.mark.parametrize("door", DOORS)
 @on_ranks(2, 3)
 def test_a_tensor_that_leaves_otherwise(rank: int, world_size: int, door: str, how: str) -> None:
     """Backward through it alone is refused by name; steps before and after are those of one process."""
     leave, take = LEAVING[how]
     left: list[Any] = []
 
-    def make() -> Any:
+    def make() -> nn.Module:
         torch.manual_seed(0)
-        leaving = Leaving(lambda h: left.append(leave(h)))
-        return nn.Sequential(leaving, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+        return Leaving(lambda h: left.append(leave(h)))
 
-    truth, model = make(), make()
-    if door in ("rows", "dtensors"):
-        for unit in (*model, model):
-            fully_shard(unit, dtensors=door == "dtensors")
-    else:
-        model = FSDP(nn.Sequential(*map(FSDP, model)), flatten=door == "fsdp")
+    truth, model = in_front(make(), None), in_front(make(), door)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (truth, model)]
     for step in range(3):
         for m in (truth, model):
@@ -202,6 +211,53 @@ def test_a_tensor_that_leaves_otherwise(rank: int, world_size: int, door: str, h
         left.clear()
     x = batch(7, world_size)[rank]
     torch.testing.assert_close(model(x), truth(x))
+
+
+class Lending(nn.Linear):
+    """Gives the data of its weight to whoever wants it, and what it has computed of them."""
+
+    def __init__(self, take: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.take = take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        data = self.weight.data
+        self.take(data, x @ data.t())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(1, 2, 3)
+def test_data_that_a_program_keeps_elsewhere(rank: int, world_size: int, door: str) -> None:
+    """Read between forwards, come to by backward, or written in a later forward: the process ended, or it was lost."""
+    kept: list[Any] = []
+    model = in_front(build(lambda: Lending(lambda *given: kept.append(given))), door)
+    x = batch(0, world_size)[rank].requires_grad_()
+    if world_size == 1:
+        model(x)
+        data = weakref.ref(kept.pop()[0])
+        assert data() is None  # nobody else keeps it
+        return
+    for step in range(2):
+        model(x).sum().backward()
+        view, left = kept[0]
+        for read in (torch.sum, torch.Tensor.tolist, lambda v: v.add_(1)):
+            with pytest.raises(LifecycleError, match=r"a view of parameter '0\.weight' that was kept"):
+                read(view)
+        if step:
+            with pytest.raises(LifecycleError, match="sharded and not gathered now"):
+                left.sum().backward()
+    inner = model.module[0].module if isinstance(model, FSDP) else model[0]
+    for _ in range(2):
+        seen: list[torch.Tensor] = []
+        inner.take = lambda data, _, seen=seen: seen.append(data - view)
+        with torch.no_grad():
+            model(x)
+        assert not seen[0].any()  # alive while it is gathered
+    inner.take = lambda *_: view.mul_(0.5)
+    with pytest.raises(LifecycleError, match=r"parameter '0\.weight' was written to while it was gathered"):
+        with torch.no_grad():
+            model(x), model(x)
 
 
 # ------------ A parameter that is not gathered tells what it is, and says so by name if somebody needs its values.
