@@ -60,7 +60,7 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
     """Describes a user's own: dicts of tensors by name are stored tensor by tensor, all else as one record."""
     if isinstance(value, Pieces):
         # of a sharded_state_dict(), whose ranks have no replicas
-        yield Entry(path, Leaf(value.shape, value._run, tuple(value._boxes), ranks.alone))
+        yield Entry(path, dataclasses.replace(value.leaf, copies=ranks.alone))
     elif is_dtensor(value):
         yield Entry(path, of_dtensor(dotted(path), value, ranks))
     elif isinstance(value, torch.Tensor):

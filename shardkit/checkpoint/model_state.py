@@ -13,13 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
-from ..fsdp.originals import refuse_meta, refuse_split
 from ..fsdp.state import ShardingState, plain_name, state_of
-from ..fsdp.state_dict import buffers_of, name_at, place_of, written_parameters
+from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, place_of, written_parameters
 from ..layout import Piece
-from ..optimizer_state.kinds import Fixed, Leaf, Ranks, of_dtensor, piece_of, refuse_class, whole
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
-from ..torch_seams.tensors import is_dtensor
+from ..torch_seams.tensors import is_dtensor, named_parts
 from ..types import StateDict, Tree
 
 EXTRA = "_extra_state"
@@ -57,8 +56,7 @@ class ModelState:
 
     def _add(self, state: ShardingState) -> None:
         for flat in state.flats:
-            refuse_meta(flat)
-            refuse_split(flat.originals, "a training checkpoint", "Save with torch.distributed.checkpoint")
+            check_saved(flat, "a training checkpoint", "Save with torch.distributed.checkpoint")
             if flat.is_summoned:
                 raise LifecycleError(
                     "parameters are summoned or unsharded at this moment, and changes to them not yet in the shards: "
@@ -91,37 +89,39 @@ class ModelState:
     # ------------------------------------------------------------ leaves
     def leaves(self) -> dict[str, Leaf | Fixed]:
         """Lists everything that a state dict has, by name; what is no tensor as it is."""
+        found: dict[str, Leaf | Fixed] = {}
         if not self.is_sharded:
             self._taken = self.module.state_dict(keep_vars=True)
-            return {plain_name(name): self._leaf(name, value) for name, value in self._taken.items()}
-        found: dict[str, Leaf | Fixed] = {}
-        shards = {id(f): f.param.detach() for s in self.states for f in s.flats}
+            for name, value in self._taken.items():
+                found.update(self._leaves(plain_name(name), value))
+            return found
         for name, param, flat, number in self.parameters():
             if flat is None:
-                found[name] = self._leaf(name, param)
+                found.update(self._leaves(name, param))
             else:
-                shape = flat.originals[number].shape
-                copies = self.copies_of(flat, number) if shape.numel() else (0,)
-                found[name] = piece_of(shape, shards[id(flat)], self.piece(flat, number), copies)
+                copies = self.copies_of(flat, number) if flat.originals[number].shape.numel() else (0,)
+                piece = self.piece(flat, number)
+                found.update(leaves_of(name, flat, number, piece, copies, self.ranks.everybody))
         modules = list(self.module.named_modules(remove_duplicate=False))
         extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
         given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
         for name, value in [*buffers_of(modules), *given]:
-            found[name] = self._leaf(name, value, of_first=True)
+            found.update(self._leaves(name, value, of_first=True))
         return found
 
-    def _leaf(self, name: str, value: object, of_first: bool = False) -> Leaf | Fixed:
+    def _leaves(self, name: str, value: object, of_first: bool = False) -> dict[str, Leaf | Fixed]:
         if not isinstance(value, torch.Tensor):
-            return Fixed(value)
+            return {name: Fixed(value)}
         if value.is_meta:
             raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
         if is_dtensor(value):
-            return of_dtensor(name, value, self.ranks)
-        if is_traceable_wrapper_subclass(value):
+            return {name: of_dtensor(name, value, self.ranks)}
+        parts = named_parts(name, value)
+        if any(map(is_traceable_wrapper_subclass, parts.values())):
             refuse_class(name, value)
         # buffers may differ between ranks: those of the first count, as in state dicts
         is_buffer = of_first or not isinstance(value, nn.Parameter)
-        return whole(value, (0,) if is_buffer else self.same)
+        return {n: whole(part, (0,) if is_buffer else self.same) for n, part in parts.items()}
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:

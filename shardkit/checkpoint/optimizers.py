@@ -116,7 +116,12 @@ class ParameterNames:
         """
         listing: Registered | None = self._listings.get(id(param), shard_behind(param))
         if listing is not None and id(listing.flat) in self._of_flat:
-            return self._of_shard(param, listing)
+            names, slot = self._of_flat[id(listing.flat)], slot_of(listing)
+            numbered = enumerate(slot.spans, listing.first)
+            spans = tuple(span._replace(name=names[k]) for k, span in numbered if k in names)
+            alone = listing.first if isinstance(listing, RegisteredShard) else None
+            same = self.model.copies_of(listing.flat, alone)
+            return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=same)
         name = self._of_param.get(id(param))
         if name is None:
             raise ConfigurationError(
@@ -126,14 +131,6 @@ class ParameterNames:
             )
         span = Span(name, param.shape, None, True)
         return Slot(param, (span,), False, self.model.same if copies is None else copies)
-
-    def _of_shard(self, param: torch.Tensor, listing: Registered) -> Slot:
-        names, slot = self._of_flat[id(listing.flat)], slot_of(listing)
-        numbered = enumerate(slot.spans, listing.first)
-        spans = tuple(span._replace(name=names[k]) for k, span in numbered if k in names)
-        alone = listing.first if isinstance(listing, RegisteredShard) else None
-        copies = self.model.copies_of(listing.flat, alone)
-        return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=copies)
 
     def group(self, params: Sequence[torch.Tensor], index: int) -> list[str]:
         """Returns the names of the parameters of a param group."""

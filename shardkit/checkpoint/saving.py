@@ -38,9 +38,9 @@ from ..errors import (
 )
 from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.forms import kinds_everywhere
-from ..optimizer_state.kinds import Leaf, Ranks, Slot
+from ..optimizer_state.kinds import Leaf, Ranks
 from ..progress import note_error, noting_errors
-from ..types import ProcessGroup, StateDict, T, Tree
+from ..types import ProcessGroup, T, Tree
 from .collecting import (
     Collected,
     Entry,
@@ -57,16 +57,7 @@ from .format import folders
 from .format.folders import last_change
 from .format.manifest import best_hash
 from .format.metadata import dotted
-from .optimizers import Holder
 from .rank_states import Stateful
-
-
-def shards_with_state(holder: Holder | None, slots: Sequence[tuple[Slot, StateDict]]) -> str:
-    """Tells which shards of an optimizer have state here, as a fact: one digit each."""
-    if holder is None:
-        return ""
-    there = {id(slot.param) for slot, _ in slots}
-    return "".join("01"[id(slot.param) in there] for slot in holder.shards())
 
 
 def lacking_entries(collected: Collected, ranks: Ranks, everybody: Sequence[str]) -> list[Entry]:
@@ -119,7 +110,10 @@ class Save:
         )
         facts = "" if collected is None else repr(_facts(collected, self.ranks))
         digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
-        with_state = "" if collected is None else shards_with_state(collected.holder, collected.slots)
+        with_state = ""  # which shards of the optimizer have state here, one digit each
+        if collected is not None and collected.holder is not None:
+            there = {id(slot.param) for slot, _ in collected.slots}
+            with_state = "".join("01"[id(slot.param) in there] for slot in collected.holder.shards())
         fact = (self.step, self.temporary, self.run, self.kind, digest, with_state)
         what = self.what if earlier is None else "the save before"
         try:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..fsdp.sharded_api import Names, raising_together, sharding_of
 from ..progress import noting_errors
+from ..torch_seams.tensors import named_parts
 from .files.writing import folder_written_whole
 from .tools.hugging_face import SafetensorsFiles, check_shard_size
 from .tools.stored import blocks_of
@@ -40,7 +41,8 @@ def save_weights(
         if not files:
             folder = stack.enter_context(folder_written_whole(os.fspath(path), overwrite=False))
             files.append(SafetensorsFiles(folder, max_shard_size))
-        files[0].add(name, weights.dtype, weights.shape, blocks_of(weights.cpu(), weights.dtype))
+        for part, values in named_parts(name, weights).items():
+            files[0].add(part, values.dtype, values.shape, blocks_of(values.cpu(), values.dtype))
 
     with raising_together(sharding_of(model), "save_weights()"):
         check_shard_size(max_shard_size)

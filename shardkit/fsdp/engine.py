@@ -865,8 +865,10 @@ class Engine:
             for flat in unit.flats:
                 if graph.versions.get(flat, -1) not in (-1, sum(map(_version_of, flat.versioned))):
                     raise changed_since_forward(flat)
-        if self.deferred:
-            self._complete_deferred(unit)
+        deferred, self.deferred = self.deferred, []
+        for left in deferred:  # they are complete as backward enters a unit that is no part of them
+            is_part = f"{unit.name}.".startswith(f"{left.name}." if left.name else "")
+            (self.deferred.append if is_part else self.complete)(left)
         unit.task = current_backward()
         while self._passed < unit.position:
             self._pass()
@@ -963,15 +965,6 @@ class Engine:
                     return
                 self._send(ready)
             self._next_reduction += 1
-
-    def _complete_deferred(self, entered: Unit) -> None:
-        """Completes units that backward has left, as it enters one that is no part of them."""
-        deferred, self.deferred = self.deferred, []
-        for unit in deferred:
-            if f"{entered.name}.".startswith(f"{unit.name}." if unit.name else ""):
-                self.deferred.append(unit)
-            else:
-                self.complete(unit)
 
     def _send(self, unit: Unit | SmallUnits) -> None:
         if torch.is_grad_enabled():  # backward(create_graph=True)

@@ -18,7 +18,7 @@ before it travels, quantized weights) is cut by its own operations, as FSDP2 cut
 over this rank's part, of that class, and there is no shard in memory. Before each gather the part says what travels,
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
-A frozen parameter of a class that says no more than which tensors it is made of travels as the rows of these.
+A frozen parameter of a class that says no more than which tensors it is made of travels, and is saved, as their rows.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
 from ..errors import ConfigurationError, LifecycleError
-from ..layout import ShardLayout
+from ..layout import Piece, ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
-from ..torch_seams.tensors import contiguous_strides, is_dtensor, parts_with_memory
+from ..torch_seams.tensors import contiguous_strides, is_dtensor, named_parts, parts_with_memory
 from ..types import Tree
 from .originals import (
     GatheredParameter,
@@ -444,8 +444,18 @@ class FrozenParts(ExtendedParameter):
         self._size = -(-self.shape[0] // world_size)
         self._cut = [name for name in self._names if getattr(whole, name).shape[:1] == self.shape[:1]]
         self._kept = {n: getattr(whole, n).clone() for n in self._names if n not in self._cut}
-        rows = slice(rank * self._size, (rank + 1) * self._size)
-        return self._of(*(getattr(whole, name)[rows].clone() for name in self._cut))
+        self._first = min(rank * self._size, self.shape[0])
+        rows = slice(self._first, self._first + self._size)
+        return self._of(*(getattr(whole, name)[rows].contiguous().clone() for name in self._cut))
+
+    def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
+        """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
+        for part, (full, t) in zip(self._names, named_parts(name, self.part).items(), strict=True):
+            if part in self._kept:
+                yield full, t.shape, t.view(-1), None
+            else:
+                start, shape = self._first * t.shape[1:].numel(), torch.Size((self.shape[0], *t.shape[1:]))
+                yield full, shape, t.view(-1), Piece(0, start, 0, 0, t.numel())
 
     def _of(self, *parts: torch.Tensor) -> Tree:
         shape = torch.Size((len(parts[0]), *self.shape[1:]))

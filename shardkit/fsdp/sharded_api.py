@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..checks import facts_of_all, objects_of
 from ..errors import ConfigurationError, LifecycleError, RankFailedError
@@ -31,12 +32,13 @@ from .construct import wake
 from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
-from .originals import mesh_of, refuse_meta, refuse_split
-from .own_forms import Packed
+from .originals import mesh_of
+from .own_forms import FrozenParts
 from .state import ShardingState, state_of, summoned
 from .state_dict import (
     buffers_of,
     check_own,
+    check_saved,
     consolidate,
     loading,
     local_state,
@@ -484,16 +486,14 @@ def _check_export(
     if on is not None and not 0 <= on < root.group.world_size:
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():
-        refuse_split(flat.originals, "export()", "Take state_dict(), whose DTensors have full_tensor()")
-        refuse_meta(flat)
+        check_saved(flat, "export()", "Take state_dict(), whose DTensors have full_tensor()")
+        in_parts = isinstance(flat.originals[0], FrozenParts)
         if since is not None and (
-            flat.is_summoned
-            or flat.param.element_size() not in INTEGERS
-            or flat.originals[0].store not in (None, Packed)
+            flat.is_summoned or flat.param.element_size() not in INTEGERS or (in_parts and dtype is None)
         ):
             raise ConfigurationError(
-                f"{flat.names[0]!r} has a form of its own on the wire or 16 bytes an element, or this is inside of "
-                "summon_full_params(): its changes can't be told; leave out since="
+                f"{flat.names[0]!r} has 16 bytes an element, or is made of several tensors and dtype= is not named, or "
+                "this is inside of summon_full_params(): its changes can't be told; leave out since="
             )
 
 
@@ -519,6 +519,8 @@ def _is_here(state: ShardingState, on: int | None) -> bool:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if is_traceable_wrapper_subclass(values):  # of memory that is given back
+        return values.clone() if dtype is None else values.dequantize().to(dtype)
     return values.to(dtype) if dtype is not None and values.is_floating_point() else values
 
 
@@ -642,7 +644,9 @@ def _whole_again(
     since: SentWeights,
 ) -> list[Change]:
     """Gives all of what packed weights stand for, where they were not sent before or were loaded since (collective)."""
-    shard = flat.param.detach().clone()
+    in_parts = [o for o in flat.originals if isinstance(o, FrozenParts)]
+    held = [run.view(torch.uint8) for o in in_parts for *_, run, _ in o.saved("")]
+    shard = torch.cat(held) if held else flat.param.detach().clone()
     before, how = since.replace(key, shard), (*key, dtype, on)
     is_same = before is not None and how in since.unchanged and torch.equal(before, shard)
     if all(flat.group.all_gather_object(is_same, label=f"whether {flat.label} has changed")):

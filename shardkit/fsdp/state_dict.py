@@ -31,15 +31,16 @@ from torch.optim import Optimizer
 from ..checks import check_one_save, problems_of_ranks, stamp
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
-from ..layout import Box, ShardLayout, boxes_of_piece
+from ..layout import Piece, ShardLayout
 from ..optimizer_state.forms import Held, gather_by_index, note_whole_states, shard_by_index
-from ..optimizer_state.kinds import Slot, Span
+from ..optimizer_state.kinds import Leaf, Slot, Span, piece_of
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered
 from .originals import hidden, managing, owner_of, refuse_meta, refuse_split, written_names
+from .own_forms import FrozenParts
 from .state import (
     INNER,
     OUTER,
@@ -67,21 +68,21 @@ class Pieces(torch.Tensor):
     Shape and dtype are the parameter's; it has no values that an operation could use.
     """
 
-    _boxes: list[Box]
-    _run: torch.Tensor  # [n], a view of the shard
+    leaf: Leaf
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> Pieces:
-        """Makes the parts in these boxes, which lie in ``run`` [n], of a parameter of this shape."""
-        made: Pieces = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=run.dtype, device=run.device)
-        made._run, made._boxes = run, boxes
+    def __new__(cls, leaf: Leaf) -> Pieces:
+        """Makes one of what this rank has, with the shape of all."""
+        of = leaf.base
+        made: Pieces = torch.Tensor._make_wrapper_subclass(cls, leaf.shape, dtype=of.dtype, device=of.device)
+        made.leaf = leaf
         return made
 
-    def __init__(self, shape: torch.Size, run: torch.Tensor, boxes: list[Box]) -> None:
+    def __init__(self, leaf: Leaf) -> None:
         """Does nothing: it is made in ``__new__``, as tensors are."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"Pieces({tuple(self.shape)}, {self.dtype}, {self._run.numel()} elements on this rank)"
+        return f"Pieces({tuple(self.shape)}, {self.dtype}, {self.leaf.numel} elements on this rank)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -97,7 +98,7 @@ class Pieces(torch.Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self._run)
+        properties = TensorProperties.create_from_tensor(self.leaf.base)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -110,12 +111,11 @@ class Pieces(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._boxes]
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self.leaf.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         offsets = tuple(index.offset or ())
-        box = next(b for b in self._boxes if b.offsets == offsets)
-        return self._run[box.start : box.start + box.numel].view(box.sizes)
+        return self.leaf.values(next(b for b in self.leaf.boxes if b.offsets == offsets))
 
 
 # ------------------------------------------------------------ a model's parameters, as it was written
@@ -149,15 +149,17 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
     """
     found: dict[str, torch.Tensor] = {}
-    pieces: dict[FlatParam, list[Pieces]] = {}
+    here: dict[FlatParam, dict[int, Piece]] = {}
     for name, param in written_parameters(state.door):
         flat, number = place_of(param)
         if flat is None:
             found[name] = param.detach()
             continue
-        if flat not in pieces:
-            pieces[flat] = _pieces_of(flat)
-        found[name] = pieces[flat][number]
+        if flat not in here:
+            check_saved(flat, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
+            here[flat] = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
+        for part, leaf in leaves_of(name, flat, number, here[flat].get(number), (0,), ()).items():
+            found[part] = Pieces(leaf) if leaf.copies else leaf.base.view(leaf.shape)
     found.update(buffers_of(state.door.named_modules()))
     return found
 
@@ -167,17 +169,23 @@ def name_at(path: str, name: str) -> str:
     return plain_name(dotted(path, name))
 
 
-def _pieces_of(flat: FlatParam) -> list[Pieces]:
+def check_saved(flat: FlatParam, what: str, instead: str) -> None:
+    """Refuses what has no values, or none that :func:`leaves_of` tells."""
+    refuse_split([o for o in flat.originals if not isinstance(o, FrozenParts)], what, instead)
     refuse_meta(flat)
-    refuse_split(flat.originals, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
-    shard, made = flat.param.detach().view(-1), list[Pieces]()
-    here = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
-    for item, original in enumerate(flat.originals):
-        piece = here.get(item)
-        run = shard[:0] if piece is None else shard[piece.offset : piece.offset + piece.numel]
-        boxes = [] if piece is None else boxes_of_piece(original.shape, piece._replace(offset=0))
-        made.append(Pieces(original.shape, run, boxes))
-    return made
+
+
+def leaves_of(
+    name: str, flat: FlatParam, number: int, piece: Piece | None, *copies: tuple[int, ...]
+) -> dict[str, Leaf]:
+    """Returns what this rank has of an original parameter, by names; ``copies`` of what is cut, and of what is not."""
+    original = flat.originals[number]
+    if not isinstance(original, FrozenParts):
+        return {name: piece_of(original.shape, flat.param.detach(), piece, copies[0])}
+    return {
+        part: piece_of(shape, run, cut or Piece(0, 0, 0, 0, shape.numel()), copies[cut is None])
+        for part, shape, run, cut in original.saved(name)
+    }
 
 
 def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -219,11 +219,7 @@ class UnusedRanges(NamedTuple):
 
     def put_back(self, flat: torch.Tensor, saved: list[torch.Tensor] | None) -> None:
         for k, (a, b) in enumerate(self.ranges):
-            now = flat.view(-1)[a:b]
-            if saved is None:
-                now.zero_()
-            else:
-                now.copy_(saved[k])
+            flat.view(-1)[a:b] = 0 if saved is None else saved[k]
 
 
 class UsedMask(NamedTuple):

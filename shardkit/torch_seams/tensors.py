@@ -225,6 +225,14 @@ def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
             yield from parts_with_memory(part)
 
 
+def named_parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale"); others as it is."""
+    if type(value) is torch.Tensor or not is_traceable_wrapper_subclass(value):
+        return {name: value}
+    path, dot, last = name.rpartition(".")
+    return {f"{path}{dot}_{last}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+
+
 def differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     """Counts the elements that differ, and finds the largest absolute difference; nan where only one has nan."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib.util
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,9 +20,11 @@ from torch.utils._pytree import tree_map_only
 
 import shardkit
 from shardkit import fully_shard, sharding_of
+from shardkit.checkpoint.tools.hugging_face import read_weights
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from shardkit.torch_seams.tensors import named_parts
 from tests.beside import batch
-from tests.pools import on_ranks
+from tests.pools import on_ranks, rank_pool
 
 aten = torch.ops.aten
 _SAME_CLASS = (
@@ -306,3 +310,106 @@ def test_training_beside_fsdp2(rank: int) -> None:
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
     for part in (_metadata, _in_other_ways, _torchaos, _refused):
         part(rank)
+
+
+def _quantized(kind: str, seed: int) -> nn.Sequential:
+    """Weights of 7 and 5 rows with scales of their own or one for all of a weight, beside others that train."""
+    of_torchao, torchao = importlib.import_module("torchao.quantization"), importlib.import_module("torchao")
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 5), nn.Linear(5, 3))
+    by = of_torchao.PerTensor() if "tensor" in kind else of_torchao.PerRow()
+    for layer in model[1:3]:
+        if "int8" in kind:
+            torchao.quantize_(layer, of_torchao.Int8WeightOnlyConfig(granularity=by))
+        else:
+            weight = of_torchao.Float8Tensor.from_hp(layer.weight.detach(), granularity=by)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.requires_grad_(False)
+    return model
+
+
+def _parts(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: t for name, p in model.named_parameters() for n, t in named_parts(name, p.detach()).items()}
+
+
+def _same(found: Any, expected: Any) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
+
+
+def _sharded_anew(kind: str, seed: int, **options: Any) -> nn.Module:
+    model = _quantized(kind, seed)
+    fully_shard(model[1], dtensors=True, **options)
+    return fully_shard(model, dtensors=True, **options)  # type: ignore[no-any-return]
+
+
+def _quantized_leaves(rank: int, kind: str, folder: str) -> None:
+    """What is exported and written is what one process has."""
+    one, model = _quantized(kind, 0), _sharded_anew(kind, 0)
+    sharding, sent = sharding_of(model), shardkit.SentWeights()
+    whole = {n: p.detach() for n, p in one.named_parameters()}
+    exported = dict(sharding.export())
+    plain = {n: (p.dequantize() if hasattr(p, "qdata") else p).bfloat16() for n, p in whole.items()}
+    _same(dict(sharding.export(dtype=torch.bfloat16)), plain)
+    with pytest.raises(ConfigurationError, match="dtype= is not named"):
+        sharding.export(since=sent)
+    received = {n: torch.zeros_like(p) for n, p in plain.items()}
+    for once in (True, False, False):
+        for name, change in sharding.export(dtype=torch.bfloat16, since=sent):
+            assert once or not change.runs  # type: ignore[union-attr]
+            change.apply(received[name])  # type: ignore[operator]
+    _same(received, plain)
+    model(batch(0, 0)).sum().backward()  # what was given stays when the model goes on
+    for name, weight in exported.items():
+        assert type(weight) is type(whole[name])
+        _same(named_parts(name, weight), named_parts(name, whole[name]))
+    shardkit.save_weights(model, f"{folder}/files")
+    shardkit.save_weights(model, f"{folder}/half", dtype=torch.float16)
+    shardkit.save(folder, step=1, model=model)
+    dcp.save({"model": sharding.sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+    if rank:
+        return
+    _same({n: v.read() for n, v in read_weights(f"{folder}/files").items()}, _parts(one))
+    half = {n: (p.dequantize() if hasattr(p, "qdata") else p).half() for n, p in whole.items()}
+    _same({n: v.read() for n, v in read_weights(f"{folder}/half").items()}, half)
+    torchao = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
+    facts = torchao.flatten_tensor_state_dict(dict(one.state_dict()))[1]  # as torchao reads its own files
+    read = {n: v.read() for n, v in read_weights(f"{folder}/files").items()}
+    again, _ = torchao.unflatten_tensor_state_dict(read, facts)
+    one.load_state_dict(again)
+    _same(_parts(one), read)
+
+
+def _quantized_comes_back(rank: int, kind: str, folder: str, frozen: Any) -> None:
+    """Another number of ranks, other values before."""
+    one, x = _quantized(kind, 0), batch(0, 0)
+    for by_torch in (False, True):
+        model = _sharded_anew(kind, 1, reshard=shardkit.ReshardPolicy(frozen=frozen))
+        assert not torch.equal(model(x), one(x))
+        if by_torch:
+            dcp.load({"model": sharding_of(model).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+        else:
+            shardkit.restore(folder, model=model)
+        _same(
+            {n: t for name, v in sharding_of(model).export() for n, t in named_parts(name, v).items()},
+            _parts(one),
+        )
+        torch.testing.assert_close(model(x), one(x))
+    model = _sharded_anew(kind, 1)
+    model(x)
+    model.load_state_dict(_sharded_anew(kind, 0).state_dict(), assign=True)
+    torch.testing.assert_close(model(x), one(x))
+    if rank == 0 and torch.distributed.get_world_size() == 1:
+        plain = _quantized(kind, 1)
+        shardkit.restore(folder, model=plain)
+        _same(_parts(plain), _parts(one))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="where torch is older")
+@pytest.mark.parametrize("kind", ["int8 tensor", "int8 row", "float8 tensor", "float8 row"])
+def test_quantized_weights_leave_and_come_back(kind: str, tmp_path: Path) -> None:
+    rank_pool(3).run(_quantized_leaves, kind, str(tmp_path))
+    for world_size, frozen in ((2, "keep"), (4, "host"), (1, "reshard")):
+        rank_pool(world_size).run(_quantized_comes_back, kind, str(tmp_path), frozen)

@@ -86,7 +86,12 @@ def read_safetensors(path: str) -> StateDict:
     """Reads the tensors of one file; a name that is noted as another one's (tied weights) is that one."""
     header, start = read_header(path)
     notes = header.pop(_NOTES, None) or {}
-    if not isinstance(notes, dict) or _holds_parts(notes):
+    try:
+        facts = json.loads(notes.get(_CHUNKS, "{}"))
+        holds_parts = any(any(f["saved_offsets"]) for f in facts.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        holds_parts = True
+    if holds_parts:
         raise ConfigurationError(
             f"{path} holds parts of tensors, as torch's HuggingFaceStorageWriter leaves them; put them together with "
             "torch.distributed.checkpoint.HuggingFaceStorageWriter(enable_consolidation=True)"
@@ -119,9 +124,7 @@ def read_header(path: str) -> tuple[dict[str, Tree], int]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(_HEADER_LIMIT, size - 8):
-            raise DamagedFileError(
-                f"{path} is no safetensors file, or cut off in its header (of 100 MB at most)"
-            )
+            raise DamagedFileError(f"{path} is no safetensors file, or its header is cut off or above 100 MB")
         try:
             header = json.loads(file.read(length))
             facts = [v for k, v in header.items() if k != _NOTES]
@@ -155,14 +158,6 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
     place = FilePlace(path, start + begin)
     part = StoredPart(whole_box(shape), lambda: place)
     return StoredTensor(name, shape, dtype, (part,), dtype, (path, begin, end, shape))
-
-
-def _holds_parts(notes: dict[str, str]) -> bool:
-    try:
-        facts = json.loads(notes.get(_CHUNKS, "{}"))
-        return any(any(f["saved_offsets"]) for f in facts.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return True
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -245,11 +240,10 @@ class SafetensorsFiles:
         nbytes, entry = math.prod(shape) * dtype.itemsize, len(json.dumps(name)) + 21 * len(shape) + 100
         if (self._end and self._end + nbytes > self._most) or self._table + entry > _HEADER_LIMIT:
             self._end_file()
-        self._table += entry
         with open(self._path_aside(dtype.itemsize), "ab") as file:
             file.writelines(blocks)
         self._aside[name] = dtype, shape
-        self._end, self._total = self._end + nbytes, self._total + nbytes
+        self._end, self._total, self._table = self._end + nbytes, self._total + nbytes, self._table + entry
 
     def _path_aside(self, itemsize: int) -> str:
         return os.path.join(self._folder, f"{itemsize}.part")
