@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_429  # of all source; to be lowered with each release
+LINES = 64_424  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_213,
     "compat": 9_370,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_615,
+    "shardkit/checkpoint": 6_593,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_368,
+    "shardkit/fsdp": 11_375,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
-    "shardkit/optimizer_state": 1_272,
+    "shardkit/optimizer_state": 1_268,
     "shardkit/optimizers": 540,
     "shardkit/oss": 3_043,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_574,
-    "shardkit/torch_seams": 1_248,
+    "shardkit/torch_seams": 1_255,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_779,
     "shardkit/wrapping": 1_008,
