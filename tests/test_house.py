@@ -14,9 +14,9 @@ PARTS = {
     "backends": 7_213,
     "compat": 9_368,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_593,
+    "shardkit/checkpoint": 6_592,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_376,
+    "shardkit/fsdp": 11_377,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,

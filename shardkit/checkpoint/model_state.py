@@ -99,9 +99,8 @@ class ModelState:
             if flat is None:
                 found.update(self._leaves(name, param))
             else:
-                copies = self.copies_of(flat, number) if flat.originals[number].shape.numel() else (0,)
-                piece = self.piece(flat, number)
-                found.update(leaves_of(name, flat, number, piece, copies, self.ranks.everybody))
+                own = self.copies_of(flat, number) if flat.originals[number].shape.numel() else (0,)
+                found |= leaves_of(name, flat, number, self.piece(flat, number), own, self.ranks.everybody)
         modules = list(self.module.named_modules(remove_duplicate=False))
         extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
         given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]

@@ -53,7 +53,6 @@ from ..torch_seams.tensors import (
     local_of,
     of_dtensors,
     part_here,
-    parts_with_memory,
 )
 from ..tracing.ranges import UNNAMED, Ranges
 from ..types import StateDict, Tree
@@ -271,8 +270,6 @@ class RegisteredShards:
         self.params = list(map(_param_of, self.each))
         self._locals = list(map(_local_of, self.params)) if self.are_dtensors else self.params
         self.versioned = [*self.params, *self._locals, shard] if self.are_dtensors else self.params
-        if self._are_apart:
-            self.versioned += [t for p in self._locals for t in parts_with_memory(p)]
         has_memory = not shard.is_meta and not self._are_apart
         self._addresses = list(map(_address_of, self._locals)) if has_memory else []
 

@@ -150,6 +150,10 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     here: dict[FlatParam, dict[int, Piece]] = {}
+    for (
+        own
+    ) in state.states():  # what is handed out may be written to, which a rank without rows would not see
+        own.unit.give_back_frozen()
     for name, param in written_parameters(state.door):
         flat, number = place_of(param)
         if flat is None:

@@ -392,11 +392,11 @@ def _quantized_comes_back(rank: int, kind: str, folder: str, frozen: Any) -> Non
             dcp.load({"model": sharding_of(model).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
         else:
             shardkit.restore(folder, model=model)
+        torch.testing.assert_close(model(x), one(x))
         _same(
             {n: t for name, v in sharding_of(model).export() for n, t in named_parts(name, v).items()},
             _parts(one),
         )
-        torch.testing.assert_close(model(x), one(x))
     model = _sharded_anew(kind, 1)
     model(x)
     model.load_state_dict(_sharded_anew(kind, 0).state_dict(), assign=True)
