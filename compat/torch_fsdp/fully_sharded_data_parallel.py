@@ -496,7 +496,8 @@ class FullyShardedDataParallel(StandIn):
         config = own.optim_state_dict_config
         sharded = own.state_dict_type is StateDictType.SHARDED_STATE_DICT
         how = {"rank0_only": getattr(config, "rank0_only", False), "on_cpu": config.offload_to_cpu}
-        with begun(model, optim, optim_state_dict is None and type(config) is not FullOptimStateDictConfig):
+        is_read_into = optim_state_dict is None and type(config) is not FullOptimStateDictConfig
+        with begun(model, optim) if is_read_into and starts_from_zeros(optim) else contextlib.nullcontext():
             return _gathered(model, optim, optim_state_dict, sharded=sharded, **how)
 
     @staticmethod
@@ -812,15 +813,42 @@ def _parameters_of(model: nn.Module, optim: Optimizer) -> dict[int, Held]:
     return parameters_of(model, optim)
 
 
+_FROM_ZEROS = {getattr(torch.optim, n) for n in ("Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "SGD")}
+
+
+def starts_from_zeros(optim: Optimizer) -> bool:
+    """Whether a step from state that is all zeros is this optimizer's first one."""
+    return type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
+
+
 @contextlib.contextmanager
-def begun(model: nn.Module, optim: Optimizer, is_asked: bool = True) -> Iterator[None]:
-    """Gives an optimizer that never stepped, inside, what its first step would make: what a checkpoint is read into."""
+def begun(model: nn.Module, optim: Optimizer) -> Iterator[None]:
+    """Gives an optimizer that never stepped state to read a checkpoint into, inside: where it can be, that of before.
+
+    Whoever asks may save it, and go on from there.
+    """
     _parameters_of(model, optim)
-    if is_new := is_asked and not optim.state:
+    groups = optim.param_groups
+    if optim.state:
+        yield
+        return
+    rates = [g.get("lr") for g in groups]
+    gradients = [(p, p.grad) for g in groups for p in g["params"]]
+    try:
+        for p, _ in gradients:
+            p.grad = None  # where there is one torch does nothing, on this rank alone
         _init_optim_state(optim)
-    yield
-    if is_new:
+        for values in optim.state.values() if starts_from_zeros(optim) else ():
+            for value in values.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        yield
+    finally:
         optim.state.clear()
+        for group, rate in zip(groups, rates, strict=True):
+            group.update({} if rate is None else {"lr": rate})
+        for p, gradient in gradients:
+            p.grad = gradient
 
 
 def _gathered(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -367,22 +368,31 @@ def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tm
 @on_ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
+@pytest.mark.parametrize("optim", [adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)])
+@pytest.mark.parametrize("has_stepped", [True, False])
 def test_a_checkpoint_is_read_into_an_optimizer_that_never_stepped(
-    rank: int, use_orig_params: bool, kind: StateDictType, tmp_path: Path
+    rank: int, use_orig_params: bool, kind: StateDictType, optim: Any, has_stepped: bool, tmp_path: Path
 ) -> None:
     """As accelerate and Trainer resume: what is not in the state to be filled is not read, without a word."""
+    make = optim if optim is adam else lambda m: optim(m.parameters())
     options: dict[str, Any] = {"auto_wrap_policy": INNER, "use_orig_params": use_orig_params}
     model = FSDP(net(), **options)
-    optimizer = adam(model)
-    train(model, [rank], optimizer)
+    optimizer = make(model)
+    if has_stepped:
+        train(model, [rank], optimizer)
+    elif rank == 0:  # a gradient on one rank alone
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
     module = net()
-    before = adam(module)
+    before = make(module)
     resumed = FSDP(module, **options)
-    follows = before if use_orig_params else adam(resumed)
+    follows = before if use_orig_params else make(resumed)
     resumed.load_state_dict(model.state_dict())
     FSDP.set_state_dict_type(model, kind)
     FSDP.set_state_dict_type(resumed, kind)
     dcp.save({"optimizer": FSDP.optim_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    assert {p.grad is None for p in model.parameters()} == {not has_stepped and rank > 0}
+    model.zero_grad()
     state = {"optimizer": FSDP.optim_state_dict(resumed, follows)}
     assert not follows.state
     dcp.load(state, checkpoint_id=tmp_path)
