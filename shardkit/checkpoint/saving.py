@@ -118,9 +118,8 @@ class Save:
         what = self.what if earlier is None else "the save before"
         try:
             everybody = agree(self.ranks, earlier or problem, what, fact)
-            if (
-                before is not None and self.ranks.rank == 0
-            ):  # it may have failed here alone; now no rank writes there
+            # the save before may have failed here alone; now no rank writes there
+            if before is not None and self.ranks.rank == 0:
                 shutil.rmtree(before.temporary, ignore_errors=True)
             self._compare(everybody, collected)
         except Exception:
@@ -252,9 +251,11 @@ class Save:
         rank = self.ranks.rank
         with contextlib.suppress(OSError):  # a disk that was full has room now
             os.unlink(os.path.join(self.temporary, name_of(rank)))
-        with contextlib.suppress(OSError):
+        try:
             with open(os.path.join(self.temporary, f"{_FAILED}{rank}.json"), "w") as file:
                 json.dump([self.ranks.world[rank], described(error)], file)
+        except OSError:  # whoever waits sees that the folder is gone
+            self._give_up()
 
     def _read(self, path: str) -> Exception:
         for _ in range(20):

@@ -25,20 +25,8 @@ from torch import nn
 
 from ...types import AnyCallable, Memo, SavedState, StateDict, Tree
 
-_VALUES = {
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "LONG4",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "SHORT_BINSTRING",
-    "BINSTRING",
-    "BINBYTES",
-    "SHORT_BINBYTES",
-}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"}
+_VALUES |= {"SHORT_BINSTRING", "BINSTRING", "BINBYTES", "SHORT_BINBYTES"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 Data: TypeAlias = Any
 """A value of a file, of which nothing is known."""
@@ -46,12 +34,8 @@ Data: TypeAlias = Any
 _EMPTY: dict[str, Callable[[], object]] = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set}
 _PUT = frozenset({"BINPUT", "LONG_BINPUT"})
 _GET = frozenset({"BINGET", "LONG_BINGET"})
-_TUPLES = {
-    "TUPLE": 0,
-    "TUPLE1": 1,
-    "TUPLE2": 2,
-    "TUPLE3": 3,
-}  # of so many elements; 0: of those since the mark
+# of so many elements; 0: of those since the mark
+_TUPLES = {"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _MAPPINGS = (dict, OrderedDict, Counter)
 _KEYS = (str, int, float, bool, bytes, type(None))
 _SIZED = (str, bytes, bytearray, list, tuple, dict)

@@ -40,7 +40,9 @@ from .data_pickle import (
 LOCAL = b"PK\x03\x04"
 _HEADER = 30  # bytes of a local header before the name; lengths of name and extra field end it
 _PIECE = 1 << 22
-_BEFORE_1_6 = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's magic number then, as a pickle
+_BEFORE_1_6 = (
+    b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch.save's magic number then, in a pickle of any protocol
+)
 
 
 class Damage(Exception):
@@ -180,17 +182,8 @@ class Archive:
 
 # ------------------------------------------------------------ reading
 # What a pickle that is no pickle, or parts that don't fit, come out as.
-UNREADABLE = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-    RuntimeError,
-    EOFError,
-    MemoryError,
-    struct.error,
-)
+_UNFIT = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+UNREADABLE = (*_UNFIT, RuntimeError, EOFError, MemoryError, struct.error)
 
 
 def load(
@@ -278,11 +271,11 @@ class Reading:
         """Looks at the form of the file; returns what its pickle names."""
         if self._size == 0:
             raise Damage("it is empty")
-        head = self._file.read(len(_BEFORE_1_6))
-        if head == _BEFORE_1_6:
+        head = self._file.read(32)
+        if _BEFORE_1_6 in head:
             raise UntrustedFileError(
                 f"{self._path} is not read: torch.save's format of before torch 1.6 has no checksums. If you trust "
-                "whoever wrote it, pass trust_pickle=True (--trust-pickle on command lines); "
+                "whoever wrote it, pass trust_pickle=True (--trust-pickle of ckpt show, diff and convert); "
                 "torch.save(torch.load(path, weights_only=True), path) writes today's format"
             )
         if not head.startswith(LOCAL):
@@ -295,7 +288,7 @@ class Reading:
         return named
 
     def outline(self) -> Data:
-        """Reads the pickle alone, with storages without memory; sees whether those that it names are in the file."""
+        """Reads the pickle alone, with storages without memory."""
         return self._interpret(without_values(self._names), self._storage_without_bytes)
 
     def result(self) -> Data:

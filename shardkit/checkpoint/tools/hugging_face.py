@@ -238,7 +238,9 @@ class SafetensorsFiles:
                 f"a tensor's name is {name!r}, which safetensors files have for their notes; give it another one"
             )
         nbytes, entry = math.prod(shape) * dtype.itemsize, len(json.dumps(name)) + 21 * len(shape) + 100
-        if (self._end and self._end + nbytes > self._most) or self._table + entry > _HEADER_LIMIT:
+        if (self._end and self._end + nbytes > self._most) or (
+            self._aside and self._table + entry > _HEADER_LIMIT
+        ):
             self._end_file()
         with open(self._path_aside(dtype.itemsize), "ab") as file:
             file.writelines(blocks)
