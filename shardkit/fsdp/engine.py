@@ -805,10 +805,18 @@ class Engine:
 
     def forget_interrupted(self) -> None:
         """Ends forwards that nobody is inside of, as torch calls no hooks after KeyboardInterrupt and its like."""
-        with contextlib.suppress(RuntimeError):  # it runs
+        try:
             self.in_place[0][0].clear()
-            while self.in_place:
-                self.in_place.pop()[1]()
+        except RuntimeError:  # it runs
+            return
+        while self.in_place:
+            self.in_place.pop()[1]()
+
+    def is_inside(self) -> bool:
+        """Whether a forward or backward runs: what an exception has left is none."""
+        if self.in_place:
+            self.forget_interrupted()
+        return self.forwards > 0 or current_backward() != NO_BACKWARD
 
     # ------------------------------------------------------------ backward
     def begin_backward(self, by_gradient: bool = False) -> None:

@@ -232,6 +232,8 @@ def become_root(state: ShardingState) -> Engine:
         s.unit.rename([clean(names.get(id(m.door), "")) for m in s.mates or [s]])
     name_flats({s: s.unit.name or "the root" for s in states})
     for s in dict.fromkeys([*states, *state.mates]):
+        if s.engine is not None and s.engine.in_place:  # a root of its own until now, and interrupted
+            s.engine.forget_interrupted()
         s.engine = engine
         s.is_root = s is state or s in state.mates
         s.cast_buffers()

@@ -94,6 +94,8 @@ def fully_shard(
     Raises: ConfigurationError (sharded already) and what :class:`~shardkit.FSDP` raises.
     Source: the shape of torch.distributed.fsdp.fully_shard (FSDP2).
     """
+    if unknown := torchs_words.keys() - set(TorchsWords._fields):
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {min(unknown)!r}")
     words, given = TorchsWords(**torchs_words), [module] if isinstance(module, nn.Module) else [*module]
     if not given or len(set(given)) < len(given):
         found = "a module twice" if given else "an empty list of modules"
@@ -257,8 +259,11 @@ class InPlace:
         if entered is None:
             return outputs
         state.is_computing = False
-        if entered.engine is not None:
-            entered.engine.in_place.pop()
+        while entered.engine is not None and entered.engine.in_place:
+            _, forget = entered.engine.in_place.pop()
+            if forget == self._forget:
+                break
+            forget()  # a module inside, whose KeyboardInterrupt this one has caught
         error = sys.exc_info()[1]
         if error is not None and error is not handled:
             fail(state, entered, error)

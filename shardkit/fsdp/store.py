@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import chain, compress, repeat
 from operator import attrgetter
@@ -62,7 +62,6 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Backend, Copy, Group, Work
@@ -406,9 +405,8 @@ class Store(ABC):
         for number, data, since in self._seen:
             if data is not None:
                 versions[number] += data._version - since
-                self._lent += (
-                    [(number, TensorWeakRef(data))] if self.memory else ()
-                )  # else a tensor of its own
+                if self.memory:  # else a tensor of its own
+                    self._lent.append((number, TensorWeakRef(data)))
             elif not self._backend.has_storage:
                 versions[number] += 1
             elif self._originals[number].param.untyped_storage()._cdata != self.memory != 0:
@@ -488,10 +486,11 @@ class KeptViews:
         """Notes that the memory is about to be given back; views may be kept by these modules, or by whoever."""
         state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
         now = _holders_of(self._memory)
-        if not self.found and not lent and now <= self._familiar.get(state, 0):
+        alive = [data for _, ref in lent if (data := ref()) is not None] if lent else []
+        if not self.found and not alive and now <= self._familiar.get(state, 0):
             self._familiar[state] = now
             return
-        self._find(modules, [data for _, ref in lent if (data := ref()) is not None])
+        self._find(modules, alive)
         if not self.found:
             self._familiar[state] = _holders_of(self._memory)
             return
@@ -510,9 +509,8 @@ class KeptViews:
     def _find(self, modules: Sequence[nn.Module], lent: Sequence[torch.Tensor]) -> None:
         found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
         own = {id(original.param) for original in self._originals}
-        values = tree_leaves([module.__dict__ for module in modules])
-        kept = chain.from_iterable(v if type(v) is set else (v,) for v in values)
-        for tensor in [*lent, *filter(torch.is_tensor, kept)]:
+        kept = chain.from_iterable(_tensors_in(list(module.__dict__.values())) for module in modules)
+        for tensor in chain(lent, kept):
             local = local_of(tensor)
             if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(local):
                 continue
@@ -525,6 +523,17 @@ class KeptViews:
         for ref, kind in self.found:
             if (tensor := ref()) is not None:
                 tensor.__class__ = kind
+
+
+def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yields all tensors in nested lists, tuples, sets and dicts, and what derives from these; not deeper: cycles."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple | set) and depth:
+            yield from _tensors_in(value, depth - 1)
+        elif isinstance(value, dict) and depth:
+            yield from _tensors_in(list(value.values()), depth - 1)
 
 
 class Stored(Store):

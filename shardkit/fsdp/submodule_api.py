@@ -78,15 +78,21 @@ class ParametersInUse(Answer):
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         module = self.module
         for name, listed in type(module).named_parameters(module, *args, **kwargs):
-            yield name, _in_use(listed)
+            yield name, _in_use(module, listed)
 
 
-def _in_use(listed: nn.Parameter) -> nn.Parameter:
+def _in_use(module: nn.Module, listed: nn.Parameter) -> nn.Parameter:
     """Returns the original parameter for what is listed of it, while a forward or backward has its values."""
     listing = listing_of(listed)
-    # what stays from forward to backward is locked in between
-    in_use = listing is not None and listing.flat.store.state is GATHERED and len(listing.originals) == 1
-    return listing.originals[0].param if in_use else listed
+    if listing is None or len(listing.originals) > 1 or listing.flat.store.state is not GATHERED:
+        return listed
+    if (
+        not torch.compiler.is_compiling()
+    ):  # what an exception, or a call of one unit alone, has left is nobody's
+        engine = module.__dict__[_MANAGED].state().engine
+        if engine is None or not engine.is_inside():
+            return listed
+    return listing.originals[0].param
 
 
 class NamedParameters(Answer):
@@ -106,7 +112,7 @@ class NamedParameters(Answer):
                     continue
                 if remove_duplicate:
                     seen.add(id(param))
-                yield ".".join(part for part in (prefix, clean(path), name) if part), _in_use(param)
+                yield ".".join(part for part in (prefix, clean(path), name) if part), _in_use(m, param)
 
 
 class NamedModules(Answer):

@@ -148,7 +148,9 @@ class TorchsWords(NamedTuple):
         if dtype is not None:
             _refuse_both("mp_policy.reduce_dtype", "reduce", given)
         elif policy is not None and policy.param_dtype and given is None and torch.__version__ >= "2.15":
-            own = {p.dtype for m in modules for p in m.parameters() if p.is_floating_point()}
+            own = {
+                p.dtype for m in modules for p in m.parameters() if p.is_floating_point() and p.requires_grad
+            }
             dtype = functools.reduce(torch.promote_types, own, policy.param_dtype)
         return given if dtype is None else ReducePolicy(dtype=dtype)
 

@@ -393,5 +393,9 @@ def test_an_interrupted_forward(rank: int, world_size: int, dtensors: bool) -> N
         with torch.no_grad():
             torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
         interrupt(model[1])
+        mean_square(model, rank, step).backward()
+        interrupt(model)
+        model.zero_grad()  # of what is listed again, though nothing was called since
+        assert all(p.grad is None for p in optimizers[0].param_groups[0]["params"])
         steps_beside(rank, world_size, model, plain, mean_square, optimizers, [step])
     assert_same(model, plain)

@@ -20,12 +20,17 @@ from tests.pools import on_ranks
 
 WIDTH = 6
 
+
+class Named(dict[str, Any]):
+    """As outputs of models: their parts are found, too."""
+
+
 VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
     "t": lambda w: w.t(),
     "detach": lambda w: w.detach(),
     "data": lambda w: w.data,
     "chunk": lambda w: w.chunk(2)[0],
-    "in a list": lambda w: [{"w": w.view(-1)}],
+    "in a list": lambda w: [Named(w=w.view(-1))],
     "parameter": lambda w: [{"w": nn.Parameter(w.detach())}],
 }
 
@@ -37,6 +42,8 @@ class Keeping(nn.Module):
         super().__init__()
         self.linear, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.view, self.kept = view, None
+        self.cycle: list[Any] = [{}]
+        self.cycle[0]["again"] = self.cycle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.view is not None:
