@@ -14,9 +14,9 @@ PARTS = {
     "backends": 7_213,
     "compat": 9_396,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_572,
+    "shardkit/checkpoint": 6_574,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_409,
+    "shardkit/fsdp": 11_407,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,

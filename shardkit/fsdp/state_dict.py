@@ -150,9 +150,8 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     here: dict[FlatParam, dict[int, Piece]] = {}
-    for (
-        own
-    ) in state.states():  # what is handed out may be written to, which a rank without rows would not see
+    # what is handed out may be written to, which a rank without rows would not see
+    for own in state.states():
         own.unit.give_back_frozen()
     for name, param in written_parameters(state.door):
         flat, number = place_of(param)

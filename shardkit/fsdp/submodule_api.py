@@ -86,9 +86,8 @@ def _in_use(module: nn.Module, listed: nn.Parameter) -> nn.Parameter:
     listing = listing_of(listed)
     if listing is None or len(listing.originals) > 1 or listing.flat.store.state is not GATHERED:
         return listed
-    if (
-        not torch.compiler.is_compiling()
-    ):  # what an exception, or a call of one unit alone, has left is nobody's
+    # what an exception, or a call of one unit alone, has left is nobody's
+    if not torch.compiler.is_compiling():
         engine = module.__dict__[_MANAGED].state().engine
         if engine is None or not engine.is_inside():
             return listed

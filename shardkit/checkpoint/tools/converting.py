@@ -74,13 +74,7 @@ def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) 
     state = {}
     for number, values in (optimizer.get("state") or {}).items():
         name = known.get(str(number))
-        param = None if name is None else model.get(name)
-        if name is None or not isinstance(param, StoredTensor) or not isinstance(values, Mapping):
-            return None
-        # moments have their parameter's shape; counters are numbers
-        if not {v.shape for v in values.values() if isinstance(v, StoredTensor) and v.numel > 1} <= {
-            param.shape
-        }:
+        if name is None or not _fits(model.get(name), values):
             return None
         state[name] = values
     made = []
@@ -88,6 +82,14 @@ def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) 
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         made.append({"params": [known[str(p)] for p in group["params"]], **rest})
     return {**optimizer, "state": state, "param_groups": made}
+
+
+def _fits(param: Tree, values: Tree) -> bool:
+    """Whether moments have their parameter's shape; counters are numbers."""
+    if not isinstance(param, StoredTensor) or not isinstance(values, Mapping):
+        return False
+    shapes = {v.shape for v in values.values() if isinstance(v, StoredTensor) and v.numel > 1}
+    return shapes <= {param.shape}
 
 
 def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
