@@ -285,6 +285,8 @@ def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None
         counts = [len(places) for places, _ in pairs]
         engine.update_weights(_told(patches, num_updates_list=counts), list(chain(*pairs)))
         sizes.append(size)
+        if 8 <= step < steps - 1:
+            continue  # checksums say so
         now = {n: v.bfloat16() for n, v in sharding_of(model).export() if "seen" not in n}
         if rank == 0:
             torch.testing.assert_close(weights, now, rtol=0, atol=0)
@@ -307,7 +309,7 @@ def by_root(model: nn.Module, **options: Any) -> nn.Module:
 
 def test_what_has_changed_is_sent_to_the_bit() -> None:
     pool = rank_pool(3)
-    pool.run(_receive, in_place, 8, {})
+    pool.run(_receive, in_place, 200, {})
     pool.run(_receive, in_place, 3, {"dtensors": True})
     pool.run(_receive, by_root, 3, {})
 
