@@ -85,7 +85,7 @@ define at_once
 endef
 
 # A part that takes half of the time of `make test`.
-HALF := $(addprefix tests/,adascale backends compat differential)
+HALF := $(addprefix tests/,adascale backends border compat differential reduction)
 # What starts programs of its own, as users start them: most of the time goes to processes that import torch.
 PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations pages rehearsal running \
   seeds testing tracing test_launch.py test_packaging.py)
@@ -94,7 +94,7 @@ test: $(CORE)/.ready
 	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
 
 test-rest: $(CORE)/.ready $(XLA)/.ready
-	$(call at_once,test-xla,test-core streams plain TESTS='$(PROGRAMS)')
+	$(call at_once,test-xla streams,test-core plain TESTS='$(PROGRAMS)')
 
 TESTS := tests
 WITHOUT :=
@@ -103,9 +103,11 @@ test-core: $(CORE)/.ready
 	@$(CORE)/bin/python -m pytest -m "not xla" $(addprefix --ignore ,$(WITHOUT)) $(TESTS)
 
 # The oldest torch runs the contract, what is compared with one process, and XLA. Left out there: what doesn't depend on
-# torch's version, what is drawn at random, and how processes start, get lost and end.
+# torch's version, what is drawn at random, long trainings in a fixed order of sums, examples that XLA runs too, and
+# how processes start, get lost and end.
 NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli migration parity testing faults compat \
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
+  $(addprefix examples/test_,data_files.py memory_plan.py) \
   checkpoint/test_files.py $(addprefix clients/test_,torchrun.py fsdp2_trainer.py) $(addprefix running/test_,run.py started.py) \
   rehearsal/test_scripts.py $(addprefix tracing/test_,run.py command.py metrics.py) \
   $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py large.py one_order.py) \
@@ -114,7 +116,14 @@ NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli m
   $(addprefix pages/test_,api_page.py errors_page.py notebooks.py pictures.py support.py tutorials.py) \
   $(addprefix test_,deliberate_faults.py docs.py launch.py house.py logging.py packaging.py summary.py))
 NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_runs_reach_97_percent under_torchrun \
-  all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example) \
+  all_strategies_on_four_ranks torchrun_with_another_number_of_ranks_is_refused readme_example \
+  rewards_are_learned_and_an_engine_keeps_up) \
+  tests/examples/test_training.py::test_mnist_as_a_process \
+  "tests/examples/test_vit_training.py::test_trains_saves_goes_on_and_tests[gloo2]" \
+  $(addprefix tests/fsdp/test_uneven.py::test_,drawn_steps_on_simulated_ranks drawn_errors_on_simulated_ranks \
+  other_layers_on_simulated_ranks) $(addprefix tests/reduction/test_fixed_order.py::test_,twenty_steps \
+  a_training_goes_on_with_other_ranks drawn_trainings replicas) \
+  tests/seeds/test_commands.py::test_without_data_as_processes \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \
   moe/test_moe.py::test_inputs_that_change_on_one_rank extra/test_slow_momentum.py::test_nodes_of_several_ranks \
   extra/test_adam.py::test_within_oss \
@@ -122,10 +131,13 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   backends/test_gloo.py::test_a_new_default_group_after_the_first_was_destroyed \
   evaluation/test_gathering.py::test_dtypes_have_to_agree)
 
+# Of the contract: ranks of this process have the collectives that they are, whatever torch's version.
+NEWEST_WORLDS := gloo4 or simulated3 or simulated4 or streams
+
 test-xla: $(XLA)/.ready
 	@echo "== tests on $(TORCH_XLA)"
-	@$(XLA)/bin/python -m pytest -m "not oracle" $(addprefix --ignore ,$(NEWEST_ONLY)) \
-	  $(addprefix --deselect ,$(NEWEST_ONLY_TESTS)) tests
+	@$(XLA)/bin/python -m pytest -m "not oracle" -k "not (test_contract and ($(NEWEST_WORLDS)))" \
+	  $(addprefix --ignore ,$(NEWEST_ONLY)) $(addprefix --deselect ,$(NEWEST_ONLY_TESTS)) tests
 
 # Some tests of every part, each file a few seconds at most; what starts many processes is left to `make test`.
 QUICK := $(addprefix tests/,test_layout.py test_docs.py test_house.py test_summary.py activations adascale checks evaluation flattening \
@@ -194,8 +206,10 @@ plain: $(CORE)/.ready
 STREAMS := $(addprefix tests/,backends/test_contract.py fsdp compression sharded_ddp oss adascale model_parallel pipeline moe \
   evaluation clients test_grad_scaler.py differential/test_fsdp_truth.py differential/test_sharded_ddp_truth.py \
   $(addprefix whole_parameters/test_,exact.py state.py training.py))
+# Simulated ranks with streams have run the contract in `make test`.
 streams: $(CORE)/.ready
-	@$(CORE)/bin/python -m pytest -q -m "not xla and not oracle" --device streams $(STREAMS)
+	@$(CORE)/bin/python -m pytest -q -m "not xla and not oracle" --device streams \
+	  -k "not (test_contract and (simulated or streams))" $(STREAMS)
 
 bench: $(CORE)/.ready
 	@$(CORE)/bin/python tests/benchmarks/compare.py $(BENCH)
