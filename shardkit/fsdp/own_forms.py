@@ -18,7 +18,9 @@ before it travels, quantized weights) is cut by its own operations, as FSDP2 cut
 over this rank's part, of that class, and there is no shard in memory. Before each gather the part says what travels,
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
-A frozen parameter of a class that says no more than which tensors it is made of travels, and is saved, as their rows.
+A frozen parameter of a class that says no more than which tensors it is made of travels as their rows.
+What is frozen and made of tensors is saved as these, if those of all ranks, end to end, are those of the whole (NF4's
+blocks), and exported as it is gathered. Of one that is trained only its class knows what an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeGuard, final
 
 import torch
 from torch import nn
@@ -242,6 +244,7 @@ def is_packable(param: nn.Parameter) -> bool:
 
 
 # ------------------------------------------------------------ torch's extensions of the all-gather
+Spans = dict[str, tuple[torch.Size, int | None]]
 _keeping_versions = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
@@ -251,9 +254,7 @@ class Extended(Store):
 
     def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
-        self._extended: list[ExtendedParameter] = [
-            o for o in flat.originals if isinstance(o, ExtendedParameter)
-        ]
+        self._extended = [o for o in flat.originals if isinstance(o, ExtendedParameter)]
         for original in self._extended:
             original.memory = []
         self._outputs: list[torch.Tensor] = []  # for each input, [W * n]
@@ -348,8 +349,10 @@ class ExtendedParameter(OriginalParameter):
     Attributes:
         part: this rank's rows; all of them until they are cut.
         memory: of what was made of them, and is given back.
+        spans: of each tensor that it is made of the shape, and where this rank's begins; None: every rank has all.
     """
 
+    spans: Spans | None = None
     beside = "has a class with fsdp_pre_all_gather"
     store = Extended
     is_apart = True
@@ -384,26 +387,31 @@ class ExtendedParameter(OriginalParameter):
         for tensor in [] if whole.is_meta else list(parts_with_memory(whole)):
             for sender in senders:
                 sender.channel("gradients").broadcast(tensor, 0, label="parameters of rank 0")
-        self.part = self._rows_of(whole, group.rank, group.world_size)
+        self.part = self._rows_of(whole, group)
         self.replace(torch.empty(0, dtype=whole.dtype, device=whole.device))
 
-    def _rows_of(self, whole: Tree, rank: int, world_size: int) -> Tree:
-        chunks = torch.chunk(whole, world_size)
+    def _rows_of(self, whole: Tree, group: Group) -> Tree:
+        chunks, rank = torch.chunk(whole, group.world_size), group.rank
         rows = chunks[rank].size(0) if rank < len(chunks) else 0
         part = whole.new_zeros(chunks[0].size()).narrow(0, 0, rows)
         if rows:
             part.copy_(chunks[rank])
+        self.spans = _spans_of(whole, chunks, part, group)
         return part
+
+    def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
+        """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
+        spans = (self.spans or {}).values()
+        for (shape, start), (full, t) in zip(spans, named_parts(name, self.part).items(), strict=True):
+            yield full, shape, t.view(-1), None if start is None else Piece(0, start, 0, 0, t.numel())
 
     def inputs(self) -> Sequence[torch.Tensor]:
         """Returns the tensors of this rank's part that travel."""
         before = self.part.fsdp_pre_all_gather
         mesh, policy = self._asked
-        if len(inspect.signature(before).parameters) == 1:  # torch's first form
-            sent, self._metadata = before(mesh)
-        else:
-            module = self.places[0].module
-            sent, self._metadata = before(mesh, self.shape, contiguous_strides(self.shape), module, policy)
+        count = len(inspect.signature(before).parameters)  # one in torch's first form
+        asked = mesh, self.shape, contiguous_strides(self.shape), self.places[0].module, policy
+        sent, self._metadata = before(*asked[:count])
         self._shapes = [t.shape for t in sent]
         return tuple(sent)
 
@@ -439,23 +447,18 @@ class FrozenParts(ExtendedParameter):
 
     beside = "is made of several tensors"
 
-    def _rows_of(self, whole: Tree, rank: int, world_size: int) -> Tree:
-        self._names, self._facts = whole.__tensor_flatten__()
-        self._size = -(-self.shape[0] // world_size)
-        self._cut = [name for name in self._names if getattr(whole, name).shape[:1] == self.shape[:1]]
-        self._kept = {n: getattr(whole, n).clone() for n in self._names if n not in self._cut}
-        self._first = min(rank * self._size, self.shape[0])
-        rows = slice(self._first, self._first + self._size)
+    def _rows_of(self, whole: Tree, group: Group) -> Tree:
+        names, self._facts = whole.__tensor_flatten__()
+        self._size = -(-self.shape[0] // group.world_size)
+        self._cut = [name for name in names if getattr(whole, name).shape[:1] == self.shape[:1]]
+        self._kept = {n: getattr(whole, n).clone() for n in names if n not in self._cut}
+        first, shapes = (
+            min(group.rank * self._size, self.shape[0]),
+            {n: getattr(whole, n).shape for n in names},
+        )
+        self.spans = {n: (s, None if n in self._kept else first * s[1:].numel()) for n, s in shapes.items()}
+        rows = slice(first, first + self._size)
         return self._of(*(getattr(whole, name)[rows].contiguous().clone() for name in self._cut))
-
-    def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
-        """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
-        for part, (full, t) in zip(self._names, named_parts(name, self.part).items(), strict=True):
-            if part in self._kept:
-                yield full, t.shape, t.view(-1), None
-            else:
-                start, shape = self._first * t.shape[1:].numel(), torch.Size((self.shape[0], *t.shape[1:]))
-                yield full, shape, t.view(-1), Piece(0, start, 0, 0, t.numel())
 
     def _of(self, *parts: torch.Tensor) -> Tree:
         shape = torch.Size((len(parts[0]), *self.shape[1:]))
@@ -471,6 +474,31 @@ class FrozenParts(ExtendedParameter):
 
     def _made(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **into: torch.Tensor) -> Tree:
         return self._of(*(output[: self.shape[0]] for output in outputs)), ()
+
+
+def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group) -> Spans | None:
+    """Returns how tensors that these are made of are cut; None where ranks have other parts of them (collective)."""
+    kinds = {type(t) for t in named_parts("", whole).values()}
+    if whole.is_meta or kinds != {torch.Tensor} or len(chunks) < group.world_size:
+        return None
+    found, are_parts = Spans(), True
+    chunks = [*chunks[: group.rank], own, *chunks[group.rank + 1 :]]
+    for name in whole.__tensor_flatten__()[0]:
+        full, *parts = (getattr(each, name) for each in (whole, *chunks))
+        is_cut = any(each.shape != full.shape for each in parts)
+        fits = all(each.shape[1:] == full.shape[1:] for each in parts)
+        there = torch.cat(parts) if fits and is_cut else parts[group.rank]
+        bits = [t.reshape(-1).view(torch.uint8) for t in (there, full)]
+        are_parts = are_parts and fits and torch.equal(*bits)
+        found[name] = full.shape, sum(each.numel() for each in parts[: group.rank]) if is_cut else None
+    said = group.channel("control").all_gather_object(are_parts, label="which parameters are made of parts")
+    return found if all(said) else None
+
+
+def is_in_parts(original: OriginalParameter) -> TypeGuard[ExtendedParameter]:
+    """Whether it is saved as the tensors that it is made of."""
+    is_known = isinstance(original, ExtendedParameter) and original.spans is not None
+    return is_known and not original.param.requires_grad
 
 
 def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:

@@ -26,14 +26,14 @@ from ..progress import noting_errors
 from ..reduction.compression import Run, difference, mixed_sum
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
-from ..torch_seams.tensors import INTEGERS, memory_of
+from ..torch_seams.tensors import INTEGERS, copied, memory_of
 from ..types import IncompatibleKeys, SavedState, StateDict, T, Tree
 from .construct import wake
 from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
-from .originals import mesh_of
-from .own_forms import FrozenParts
+from .originals import OriginalParameter, mesh_of
+from .own_forms import is_in_parts
 from .state import ShardingState, state_of, summoned
 from .state_dict import (
     buffers_of,
@@ -462,7 +462,7 @@ def _exported(
         if since is None:
             with summoned(state, recurse=False, writeback=False):
                 for flat in unit.flats if _is_here(root, on) else ():
-                    values = [_cast(original.param.detach(), dtype) for original in flat.originals]
+                    values = [_given(original, dtype) for original in flat.originals]
                     found.update(_named(flat, values, paths))
             root.group.backend.mark_step()  # one rank alone may read them
         else:
@@ -487,7 +487,7 @@ def _check_export(
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():
         check_saved(flat, "export()", "Take state_dict(), whose DTensors have full_tensor()")
-        in_parts = isinstance(flat.originals[0], FrozenParts)
+        in_parts = is_in_parts(flat.originals[0])
         if since is not None and (
             flat.is_summoned or flat.param.element_size() not in INTEGERS or (in_parts and dtype is None)
         ):
@@ -519,9 +519,15 @@ def _is_here(state: ShardingState, on: int | None) -> bool:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    if is_traceable_wrapper_subclass(values):  # of memory that is given back
-        return values.clone() if dtype is None else values.dequantize().to(dtype)
-    return values.to(dtype) if dtype is not None and values.is_floating_point() else values
+    made: Tree = values.to(dtype) if dtype is not None and values.is_floating_point() else values
+    is_plain = dtype is None or not is_traceable_wrapper_subclass(made)
+    return made if is_plain else values.dequantize().to(dtype)
+
+
+def _given(original: OriginalParameter, dtype: torch.dtype | None) -> torch.Tensor:
+    """Returns the values of one that is summoned; a copy where its memory is given back."""
+    values = original.param.detach()
+    return _cast(copied(values) if original.is_apart else values, dtype)
 
 
 def _named(
@@ -644,15 +650,14 @@ def _whole_again(
     since: SentWeights,
 ) -> list[Change]:
     """Gives all of what packed weights stand for, where they were not sent before or were loaded since (collective)."""
-    in_parts = [o for o in flat.originals if isinstance(o, FrozenParts)]
-    held = [run.view(torch.uint8) for o in in_parts for *_, run, _ in o.saved("")]
+    held = [run.view(torch.uint8) for o in filter(is_in_parts, flat.originals) for *_, run, _ in o.saved("")]
     shard = torch.cat(held) if held else flat.param.detach().clone()
     before, how = since.replace(key, shard), (*key, dtype, on)
     is_same = before is not None and how in since.unchanged and torch.equal(before, shard)
     if all(flat.group.all_gather_object(is_same, label=f"whether {flat.label} has changed")):
         return since.unchanged[how]
     with summoned(state, recurse=False, writeback=False):
-        values = [_cast(o.param.detach(), dtype).cpu().clone() for o in flat.originals if _is_here(state, on)]
+        values = [_given(o, dtype).cpu().clone() for o in flat.originals if _is_here(state, on)]
     changes = [Change(v.shape, v.dtype, (Run(0, None, v.view(-1)),), checksum(v)) for v in values]
     since.unchanged[how] = [replace(change, runs=()) for change in changes]
     return changes

@@ -40,7 +40,7 @@ from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, SavedState, StateDict, Tree
 from .flat_param import FlatParam, Registered
 from .originals import hidden, managing, owner_of, refuse_meta, refuse_split, written_names
-from .own_forms import FrozenParts
+from .own_forms import is_in_parts
 from .state import (
     INNER,
     OUTER,
@@ -174,7 +174,7 @@ def name_at(path: str, name: str) -> str:
 
 def check_saved(flat: FlatParam, what: str, instead: str) -> None:
     """Refuses what has no values, or none that :func:`leaves_of` tells."""
-    refuse_split([o for o in flat.originals if not isinstance(o, FrozenParts)], what, instead)
+    refuse_split([o for o in flat.originals if not is_in_parts(o)], what, instead)
     refuse_meta(flat)
 
 
@@ -183,12 +183,12 @@ def leaves_of(
 ) -> dict[str, Leaf]:
     """Returns what this rank has of an original parameter, by names; ``copies`` of what is cut, and of what is not."""
     original = flat.originals[number]
-    if not isinstance(original, FrozenParts):
-        return {name: piece_of(original.shape, flat.param.detach(), piece, copies[0])}
-    return {
-        part: piece_of(shape, run, cut or Piece(0, 0, 0, 0, shape.numel()), copies[cut is None])
-        for part, shape, run, cut in original.saved(name)
-    }
+    if is_in_parts(original):
+        return {
+            part: piece_of(shape, run, cut or Piece(0, 0, 0, 0, shape.numel()), copies[cut is None])
+            for part, shape, run, cut in original.saved(name)
+        }
+    return {name: piece_of(original.shape, flat.param.detach(), piece, copies[0])}
 
 
 def buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -76,33 +76,31 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
 _OF_CONVERSION = ("to", "ranks", "max_shard_size", "model_only", "overwrite", "files_from")
 
 
+def _switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
+    parser.add_argument(name, action="store_true", help=text)
+
+
 def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="prints data, not text")
+    _switch(common, "--json", "prints data, not text")
     reading = argparse.ArgumentParser(add_help=False)
     reading.add_argument(
         "--model-key", metavar="KEY", help="where in the checkpoint the model's state dict is"
     )
-    reading.add_argument("--trust-pickle", action="store_true", help="run what files say while reading them")
+    _switch(reading, "--trust-pickle", "run what files say while reading them")
     commands = parser.add_subparsers(dest="what", metavar="ls|show|verify|diff|convert", required=True)
 
-    ls = commands.add_parser(
-        "ls", parents=[common], help="steps of a folder: complete or not, size, ranks, when"
-    )
-    ls.add_argument("path", metavar="DIR")
-
-    show = commands.add_parser(
-        "show", parents=[common, reading], help="tensors, the optimizer's groups, and the rest"
-    )
-    show.add_argument("path", metavar="CHECKPOINT")
-
-    verify = commands.add_parser("verify", parents=[common], help="compares all bytes with their checksums")
-    verify.add_argument("path", metavar="CHECKPOINT")
+    for name, parents, path, text in (
+        ("ls", [common], "DIR", "steps of a folder: complete or not, size, ranks, when"),
+        ("show", [common, reading], "CHECKPOINT", "tensors, the optimizer's groups, and the rest"),
+        ("verify", [common], "CHECKPOINT", "compares all bytes with their checksums"),
+    ):
+        commands.add_parser(name, parents=parents, help=text).add_argument("path", metavar=path)
 
     diff = commands.add_parser("diff", parents=[common, reading], help="names, shapes, dtypes and values")
     diff.add_argument("a", metavar="A")
     diff.add_argument("b", metavar="B")
-    diff.add_argument("--model-only", action="store_true", help="compare the models alone")
+    _switch(diff, "--model-only", "compare the models alone")
     diff.add_argument("--tolerance", type=float, default=0.0, help="so much may elements differ (default: 0)")
 
     convert = commands.add_parser("convert", parents=[common, reading], help="writes another format")
@@ -113,7 +111,7 @@ def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="fairscale, xla: so many files of ranks")
     add("--dtype", help="of the model's floating point tensors, as bf16")
     add("--max-shard-size", type=_bytes, default="5GB", help="hf: of a file (default: 5GB)")
-    add("--model-only", action="store_true", help="the model's state dict and nothing else")
+    _switch(convert, "--model-only", "the model's state dict and nothing else")
     add("--files-from", metavar="DIR", help="hf: copies config.json, tokenizer and the like")
     add(
         "--buffer",
@@ -129,7 +127,7 @@ def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=OTHER",
         help="two names of one weight, as lm_head.weight=model.embed_tokens.weight, where SRC doesn't tell",
     )
-    add("--overwrite", action="store_true", help="DST may be there; it is replaced at the end")
+    _switch(convert, "--overwrite", "DST may be there; it is replaced at the end")
 
 
 def _ckpt(options: argparse.Namespace) -> int:
@@ -174,14 +172,14 @@ def _conversion(options: argparse.Namespace) -> Conversion:
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"--dtype {options.dtype}: that is no floating point dtype; try bf16")
     given = {name: value for name, value in vars(options).items() if name in _OF_CONVERSION}
-    tied = tuple(map(_pair, options.tied))
+    tied = tuple(_pair("--tied", "NAME=OTHER", text) for text in options.tied)
     return Conversion(**given, dtype=dtype, buffers=tuple(options.buffer), tied=tied)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, other = text.partition("=")
-    if not equals or not name or not other:
-        raise ConfigurationError(f"--tied {text}: it has to be NAME=OTHER")
+def _pair(option: str, form: str, text: str) -> tuple[str, str]:
+    name, _, other = text.partition("=")
+    if not name or not other:
+        raise ConfigurationError(f"{option} {text}: it has to be {form}")
     return name, other
 
 
@@ -208,7 +206,7 @@ few that it starts, or by those of the job. Each finding comes with what to do. 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)")
-    add("--json", action="store_true", help="prints data, not text")
+    _switch(parser, "--json", "prints data, not text")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -268,14 +266,14 @@ def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device-memory", type=_bytes, metavar="80GiB", help="says which fit, and how many ranks it takes")
     add("--device", metavar="NAME|FILE", help="how long a step takes: h100, a100, b200, tpu-v5p, or JSON")
-    add("--compiled", action="store_true", help="with --device: by torch.compile")
-    add("--on-cpu", action="store_true", help="ranks train on CPUs, over gloo")
+    _switch(parser, "--compiled", "with --device: by torch.compile")
+    _switch(parser, "--on-cpu", "ranks train on CPUs, over gloo")
     add(
         "--plot",
         metavar="FILE",
         help="a picture: memory over a step, bytes sent, and times (.svg, .png, .pdf)",
     )
-    add("--json", action="store_true", help="prints data, not a table")
+    _switch(parser, "--json", "prints data, not a table")
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -340,10 +338,10 @@ def _rank(text: str) -> int:
     return int(number)
 
 
-def _integers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: numbers from 1")
+def _integers(text: str, least: int = 1) -> list[int]:
+    numbers = [int(part) if part.strip().isdecimal() else least - 1 for part in text.split(",")]
+    if min(numbers) < least:
+        raise argparse.ArgumentTypeError(f"{text}: write numbers from {least} on, as {least},3")
     return numbers
 
 
@@ -370,15 +368,11 @@ Exit status: 0; with --check, 1 if something is to be rewritten; 2 if a file cou
 def _migrate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("paths", nargs="+", type=Path, metavar="PATH", help="files, or folders with all below them")
-    add("--diff", action="store_true", help="print what would change; write nothing")
-    add("--check", action="store_true", help="exit with 1 if something would change; write nothing")
-    add(
-        "--strings",
-        action="store_true",
-        help="rewrite strings, too, that are the path of something shardkit has",
-    )
-    add("--xla", action="store_true", help="rewrite imports of torch_xla's FSDP, too")
-    add("--torch-fsdp", action="store_true", help="rewrite imports of torch's FSDP1, too")
+    _switch(parser, "--diff", "print what would change; write nothing")
+    _switch(parser, "--check", "exit with 1 if something would change; write nothing")
+    _switch(parser, "--strings", "rewrite strings, too, that are the path of something shardkit has")
+    _switch(parser, "--xla", "rewrite imports of torch_xla's FSDP, too")
+    _switch(parser, "--torch-fsdp", "rewrite imports of torch's FSDP1, too")
 
 
 def _migrate(options: argparse.Namespace) -> int:
@@ -425,64 +419,47 @@ go on.
 
 def _rehearse_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", default="4", help="how many (default: 4); with --bits several, as 1,2,3")
+    add("--ranks", type=_integers, default="4", help="how many (default: 4); with --bits several, as 1,2,3")
     add(
         "--steps",
         type=int,
         help="ends each rank after so many steps of an optimizer (default: the whole script)",
     )
-    add("--show", default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
-    add("--no-memory", action="store_true", help="does not count bytes in tensors: faster")
+    add("--show", type=_shown, default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
+    _switch(parser, "--no-memory", "does not count bytes in tensors: faster")
     add(
         "--cpu",
         action="store_true",
         default=None,
         help="CUDA devices that the script names mean the CPU (default: where there is no CUDA)",
     )
-    add(
-        "--compare",
-        action="store_true",
-        help="runs it on one rank too, on the batches of all, for its losses",
-    )
-    add(
-        "--bits",
-        action="store_true",
-        help="tells the first bit in which numbers of ranks differ (docs/SAME_BITS.md)",
-    )
+    _switch(parser, "--compare", "runs it on one rank too, on the batches of all, for its losses")
+    _switch(parser, "--bits", "tells the first bit in which numbers of ranks differ (docs/SAME_BITS.md)")
     add("--timeout", type=float, help="seconds (default: no limit)")
-    add("--json", action="store_true", help="prints data, not text")
+    _switch(parser, "--json", "prints data, not text")
     _program_arguments(parser)
 
 
 def _rehearse(options: argparse.Namespace) -> int:
     from shardkit.tools.rehearsal import rehearse, rehearse_bits
 
-    sizes = _numbers("--ranks", options.ranks)
     how = {name: getattr(options, name) for name in ("steps", "arguments", "is_module", "timeout", "cpu")}
     if options.bits:
-        bits = rehearse_bits(options.program, sizes, **how)
+        bits = rehearse_bits(options.program, options.ranks, **how)
         print(json.dumps({"good": bits.is_good, "partings": bits.partings}) if options.json else bits)
         return 0 if bits.is_good else 1
-    if len(sizes) != 1:
+    count, *others = options.ranks
+    if others:
         raise ConfigurationError(f"--ranks {options.ranks}: several numbers are for --bits")
-    shown, memory = _ranks(options.show, sizes[0]), not options.no_memory
-    report = rehearse(options.program, sizes[0], show=shown, memory=memory, compare=options.compare, **how)
+    shown = {"all": list(range(count)), "none": []}.get(str(options.show), options.show)
+    memory = not options.no_memory
+    report = rehearse(options.program, count, show=shown, memory=memory, compare=options.compare, **how)
     _print(options, report.as_data(), f"\n{report}")
     return 0 if report.is_good else 1
 
 
-def _ranks(text: str, count: int) -> list[int]:
-    if text in ("all", "none"):
-        return list(range(count)) if text == "all" else []
-    return _numbers("--show", text)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        words = ', or "all" or "none"' if option == "--show" else ""
-        raise ConfigurationError(f"{option} {text}: write numbers as 0,3{words}") from None
+def _shown(text: str) -> list[int] | str:
+    return text if text in ("all", "none") else _integers(text, 0)
 
 
 # ------------------------------------------------------------ run
@@ -621,7 +598,7 @@ file. Status: 0, or 2 where there is no trace.
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="a trace, its parts (*.rank-N.json), or their folder")
-    add("--json", action="store_true", help="prints data, not tables")
+    _switch(parser, "--json", "prints data, not tables")
     add("--plot", metavar="FILE", help="a picture of a step (.svg, .png, .pdf)")
     add("--step", type=int, help="which step is plotted (default: the last)")
     add("--merge", metavar="FILE", help="writes parts as one trace")
@@ -664,7 +641,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", default="fsdp", choices=("oss", "sharded_ddp", "fsdp", "fully_shard"))
     add("--ranks", type=int, default=2, help="processes on this machine's CPU (default: 2)")
     add("--steps", type=int, default=3, help="steps of training (default: 3)")
-    add("--bits", action="store_true", help="with a fixed order of sums, to the bit (docs/SAME_BITS.md)")
+    _switch(parser, "--bits", "with a fixed order of sums, to the bit (docs/SAME_BITS.md)")
     add(
         "--option",
         action="append",
@@ -690,9 +667,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _option(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ConfigurationError(f"--option {text}: it has to be NAME=VALUE")
+    name, value = _pair("--option", "NAME=VALUE", text)
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

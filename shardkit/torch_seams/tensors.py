@@ -233,6 +233,15 @@ def named_parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{path}{dot}_{last}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
 
 
+def copied(value: Tree) -> torch.Tensor:
+    """Returns a copy, of one of a wrapping class made of copies: some (NF4) round anew where they are cloned."""
+    if not is_traceable_wrapper_subclass(value):
+        return value.clone()  # type: ignore[no-any-return]
+    names, facts = value.__tensor_flatten__()
+    parts = {name: getattr(value, name).clone() for name in names}
+    return type(value).__tensor_unflatten__(parts, facts, value.size(), value.stride())  # type: ignore[no-any-return]
+
+
 def differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     """Counts the elements that differ, and finds the largest absolute difference; nan where only one has nan."""
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64

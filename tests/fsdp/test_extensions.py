@@ -109,6 +109,17 @@ class Unpadded(InHalf):
     pads = False
 
 
+class Columns(InHalf):
+    """Is made of its values, the other way round."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["turned"], None
+
+    @property
+    def turned(self) -> torch.Tensor:
+        return self._data.t()
+
+
 class Quantized(Wrapping):
     """Travels as codes of one byte with a scale for each row, and computes as a class of its own; the first form."""
 
@@ -248,6 +259,49 @@ def _refused(rank: int) -> None:
             refused()
 
 
+def _not_saved(rank: int) -> None:
+    """Of what is trained only its class knows the rest; and parts that are not those of the whole."""
+    frozen, trained = Net(Columns), Net(InHalf)
+    for layer in frozen.layers[::2]:
+        layer.requires_grad_(False)
+    for model in (fully_shard(frozen, dtensors=True), fully_shard(trained, dtensors=True)):
+        for refused in (
+            lambda model=model: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
+            lambda model=model: sharding_of(model).sharded_state_dict(),
+            lambda model=model: sharding_of(model).export(),
+        ):
+            with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
+                refused()
+
+
+def _frozen(rank: int) -> None:
+    """What is exported is what is gathered, and stays when the model goes on; saved is what ranks have."""
+    model, other = Net(InHalf, 7), Net(InHalf, 7)
+    torch.manual_seed(1)
+    for each in (model, other):
+        nn.init.normal_(each.layers[0].weight._data)
+        each.layers[0].requires_grad_(False)
+        each.layers[2].weight = nn.Parameter(each.layers[2].weight._data)
+    weight = model.layers[0].weight._data.clone()
+    fully_shard(model, dtensors=True)
+    fully_shard(other, dtensors=True)
+    dtype: torch.dtype | None
+    for dtype in (None, torch.float64):
+        found = dict(sharding_of(model).export(dtype=dtype))["layers.0.weight"]
+        model(batch(rank, 0)).sum().backward()
+        torch.testing.assert_close(found, weight.bfloat16().to(found.dtype), rtol=0, atol=0)
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    shardkit.save(folder[0], step=1, model=model)
+    shardkit.restore(folder[0], model=other)
+    torch.testing.assert_close(_plain(other), _plain(model), rtol=0, atol=0)
+    few = Net(InHalf, 1)
+    few.layers[0].requires_grad_(False)
+    few.layers[2].weight = nn.Parameter(few.layers[2].weight._data)
+    with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
+        sharding_of(fully_shard(few, dtensors=True)).sharded_state_dict()
+
+
 def _torchaos(rank: int, ranks: int = 2) -> None:
     """Its NF4 (frozen, of several tensors), weights of int8 that train, and those that don't, of rows that ranks don't
     divide; all compute as before.
@@ -308,7 +362,7 @@ def test_training_beside_fsdp2(rank: int) -> None:
     with pytest.raises(LifecycleError, match=r"layers\.0\.weight"):
         seen[0] + 1
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
-    for part in (_metadata, _in_other_ways, _torchaos, _refused):
+    for part in (_metadata, _in_other_ways, _torchaos, _refused, _not_saved, _frozen):
         part(rank)
 
 
@@ -316,6 +370,11 @@ def _quantized(kind: str, seed: int) -> nn.Sequential:
     """Weights of 7 and 5 rows with scales of their own or one for all of a weight, beside others that train."""
     of_torchao, torchao = importlib.import_module("torchao.quantization"), importlib.import_module("torchao")
     torch.manual_seed(seed)
+    if kind == "nf4":
+        nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        model = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 768, bias=False), nn.Linear(768, 3))
+        model[1].weight = nn.Parameter(nf4.to_nf4(model[1].weight.detach()), requires_grad=False)
+        return model
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 5), nn.Linear(5, 3))
     by = of_torchao.PerTensor() if "tensor" in kind else of_torchao.PerRow()
     for layer in model[1:3]:
@@ -332,11 +391,15 @@ def _parts(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t for name, p in model.named_parameters() for n, t in named_parts(name, p.detach()).items()}
 
 
+def _plain_in(dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: (p.dequantize() if hasattr(p, "qdata") else p).to(dtype) for n, p in weights.items()}
+
+
 def _same(found: Any, expected: Any) -> None:
     assert sorted(found) == sorted(expected)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
-        assert torch.equal(found[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8))
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found[name], value)))
 
 
 def _sharded_anew(kind: str, seed: int, **options: Any) -> nn.Module:
@@ -351,7 +414,7 @@ def _quantized_leaves(rank: int, kind: str, folder: str) -> None:
     sharding, sent = sharding_of(model), shardkit.SentWeights()
     whole = {n: p.detach() for n, p in one.named_parameters()}
     exported = dict(sharding.export())
-    plain = {n: (p.dequantize() if hasattr(p, "qdata") else p).bfloat16() for n, p in whole.items()}
+    plain = _plain_in(torch.bfloat16, whole)
     _same(dict(sharding.export(dtype=torch.bfloat16)), plain)
     with pytest.raises(ConfigurationError, match="dtype= is not named"):
         sharding.export(since=sent)
@@ -372,8 +435,9 @@ def _quantized_leaves(rank: int, kind: str, folder: str) -> None:
     if rank:
         return
     _same({n: v.read() for n, v in read_weights(f"{folder}/files").items()}, _parts(one))
-    half = {n: (p.dequantize() if hasattr(p, "qdata") else p).half() for n, p in whole.items()}
-    _same({n: v.read() for n, v in read_weights(f"{folder}/half").items()}, half)
+    _same({n: v.read() for n, v in read_weights(f"{folder}/half").items()}, _plain_in(torch.float16, whole))
+    if kind == "nf4":
+        return
     torchao = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
     facts = torchao.flatten_tensor_state_dict(dict(one.state_dict()))[1]  # as torchao reads its own files
     read = {n: v.read() for n, v in read_weights(f"{folder}/files").items()}
@@ -408,7 +472,7 @@ def _quantized_comes_back(rank: int, kind: str, folder: str, frozen: Any) -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="where torch is older")
-@pytest.mark.parametrize("kind", ["int8 tensor", "int8 row", "float8 tensor", "float8 row"])
+@pytest.mark.parametrize("kind", ["nf4", "int8 tensor", "int8 row", "float8 tensor", "float8 row"])
 def test_quantized_weights_leave_and_come_back(kind: str, tmp_path: Path) -> None:
     rank_pool(3).run(_quantized_leaves, kind, str(tmp_path))
     for world_size, frozen in ((2, "keep"), (4, "host"), (1, "reshard")):

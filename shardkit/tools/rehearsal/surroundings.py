@@ -808,7 +808,7 @@ def _of_values(name: str) -> Callable[..., Tree]:
 class SharedStore(_Base):  # type: ignore[misc]
     """One for all ranks; who waits for a key gives the others their turn.
 
-    Methods have torch's names, and those by which its C++ calls them.
+    Methods are those that torch's C++ calls, by its names for them; it makes all others of these.
     """
 
     def __init__(self, threads: RankThreads) -> None:
@@ -819,11 +819,8 @@ class SharedStore(_Base):  # type: ignore[misc]
         self.wait([key])
         return self._values.get(key)
 
-    set, add, append = map(_of_values, ("set", "add", "append"))
-    compare_set, delete_key, num_keys = map(_of_values, ("compare_set", "delete_key", "num_keys"))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._values.check(list(keys))
+    set, add, append, check, compare_set = map(_of_values, ("set", "add", "append", "check", "compare_set"))
+    deleteKey, getNumKeys = map(_of_values, ("delete_key", "num_keys"))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Returns when another rank has set them all."""
@@ -837,17 +834,3 @@ class SharedStore(_Base):  # type: ignore[misc]
             )
         call = Call("store", 0, f"wait for {wanted}", 0, "")
         self._threads.wait(rank.number, Condition(lambda: self.check(wanted)), call)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Tree]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return False
-
-    compareSet = compare_set
-    deleteKey = delete_key
-    getNumKeys = num_keys
