@@ -82,8 +82,8 @@ class LifecycleError(ShardkitError, AssertionError):
     """A call came at a moment where it has no meaning (a step before the backward has finished)."""
 
 
-class RedirectedError(ShardkitError, NotImplementedError):
-    """A name of fairscale that is kept importable only to say what has taken its place."""
+class RedirectedError(ConfigurationError, NotImplementedError):
+    """A name of fairscale's, or an argument that torch refuses so, that is there only to say what takes its place."""
 
 
 class UntrustedFileError(ShardkitError):

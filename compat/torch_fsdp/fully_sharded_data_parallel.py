@@ -39,7 +39,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit.backend import Backend, Group, backend_of_job
 from shardkit.checks import check_same_everywhere, shape_fact
-from shardkit.errors import ConfigurationError, LifecycleError
+from shardkit.errors import ConfigurationError, LifecycleError, RedirectedError
 from shardkit.flattening.wrapper import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
 from shardkit.fsdp.construct import begin_move, end_move
@@ -338,11 +338,11 @@ class FullyShardedDataParallel(StandIn):
             with_grads: parameters have their full gradients, too.
 
         Raises:
-            ConfigurationError: ``writeback`` with ``rank0_only``.
+            RedirectedError: ``writeback`` with ``rank0_only``; a NotImplementedError, as torch's.
             LifecycleError: inside of forward or backward; ``with_grads`` after ``no_sync``.
         """
         if writeback and rank0_only:
-            raise ConfigurationError(
+            raise RedirectedError(
                 "rank0_only=True with writeback=True would change one rank's parameters alone; pass writeback=False"
             )
         found = FullyShardedDataParallel.fsdp_modules(module)

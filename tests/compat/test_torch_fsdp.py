@@ -359,6 +359,8 @@ def _refused() -> None:
     model = FSDP(net(), auto_wrap_policy=INNER)
     optimizer = adam(model)
     full, of_others = StateDictType.FULL_STATE_DICT, {"state": {}, "param_groups": [{"params": ["a"]}]}
+    with pytest.raises(NotImplementedError, match="writeback=False"):  # as torch's
+        FSDP.summon_full_params(model, rank0_only=True).__enter__()
     refusals: list[tuple[str, Any]] = [
         ("goes with", lambda: FSDP.set_state_dict_type(model, full, ours.ShardedStateDictConfig())),
         ("reduce_dtype", lambda: model.register_comm_hook(None, print)),
