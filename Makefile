@@ -94,7 +94,8 @@ test: $(CORE)/.ready
 	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
 
 test-rest: $(CORE)/.ready $(XLA)/.ready
-	$(call at_once,test-xla streams,test-core plain TESTS='$(PROGRAMS)')
+	$(call at_once,test-xla streams STREAMS=tests/fsdp,test-core plain streams TESTS='$(PROGRAMS)' \
+	  STREAMS='$(filter-out tests/fsdp,$(STREAMS))')
 
 TESTS := tests
 WITHOUT :=
