@@ -14,7 +14,7 @@ PARTS = {
     "backends": 7_213,
     "compat": 9_396,
     "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_574,
+    "shardkit/checkpoint": 6_576,
     "shardkit/flattening": 837,
     "shardkit/fsdp": 11_440,
     "shardkit/integrations": 512,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_043,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
-    "shardkit/tools": 7_532,
+    "shardkit/tools": 7_530,
     "shardkit/torch_seams": 1_264,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_779,

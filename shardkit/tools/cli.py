@@ -73,9 +73,6 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
     return dtype
 
 
-_OF_CONVERSION = ("to", "ranks", "max_shard_size", "model_only", "overwrite", "files_from")
-
-
 def _switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
     parser.add_argument(name, action="store_true", help=text)
 
@@ -171,7 +168,8 @@ def _conversion(options: argparse.Namespace) -> Conversion:
     dtype = _dtype("--dtype", options.dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigurationError(f"--dtype {options.dtype}: that is no floating point dtype; try bf16")
-    given = {name: value for name, value in vars(options).items() if name in _OF_CONVERSION}
+    names = {field.name for field in fields(Conversion)} - {"dtype", "tied"}
+    given = {name: value for name, value in vars(options).items() if name in names}
     tied = tuple(_pair("--tied", "NAME=OTHER", text) for text in options.tied)
     return Conversion(**given, dtype=dtype, buffers=tuple(options.buffer), tied=tied)
 

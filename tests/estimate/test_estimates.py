@@ -227,8 +227,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["estimate"]) == 2
     assert "name a target" in capsys.readouterr().err
     assert cli.main(["estimate", target, "--dtype", "int7"]) == 2
-    with pytest.raises(SystemExit):
-        cli.main(["estimate", target, "--device-memory", "much"])
+    capsys.readouterr()
+    for wrong in (["--device-memory", "much"], ["--ranks", "many"], ["--ranks", "8,0"]):
+        with pytest.raises(SystemExit):
+            cli.main(["estimate", target, *wrong])
+        assert f"{wrong[1]}: write " in capsys.readouterr().err
 
 
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,15 +153,11 @@ def _clear(folder: str, spare: str) -> dict[str, str]:
         matched = TEMPORARY.fullmatch(name)
         if matched is None or name == os.path.basename(spare):
             continue
-        path = os.path.join(folder, name)
-        is_left = time.time() - last_change(path) > _ABANDONED
-        if matched["host"] == _host():
-            is_left = matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"], last_change(path))
-        if not is_left:
+        path, target = os.path.join(folder, name), os.path.join(folder, matched["name"])
+        if not _is_left_over(path, matched):
             if matched["kind"] == "part" and matched["host"] == _host():
                 busy[matched["name"]] = matched["pid"]
             continue
-        target = os.path.join(folder, matched["name"])
         if matched["kind"] == "old" and not os.path.lexists(target):
             with contextlib.suppress(OSError):
                 os.rename(path, target)
@@ -172,6 +168,12 @@ def _clear(folder: str, spare: str) -> dict[str, str]:
 
 def _host() -> str:
     return socket.gethostname()[:64]
+
+
+def _is_left_over(path: str, matched: re.Match[str]) -> bool:
+    if matched["host"] == _host():
+        return matched["pid"] == str(os.getpid()) or not is_alive(matched["pid"], last_change(path))
+    return time.time() - last_change(path) > _ABANDONED
 
 
 def is_there(path: str) -> bool:
