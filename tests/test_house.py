@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_463  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_213,
-    "compat": 9_396,
+    "backends": 7_186,
+    "compat": 9_395,
     "shardkit": 2_350,  # the files right there
     "shardkit/checkpoint": 6_576,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_440,
+    "shardkit/fsdp": 11_461,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_264,
+    "shardkit/torch_seams": 1_271,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_779,
     "shardkit/wrapping": 1_008,

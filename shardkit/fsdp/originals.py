@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigurationError, LifecycleError
-from ..torch_seams.hooks import NO_BACKWARD, callers, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, callers, current_backward, of_given_back
 from ..torch_seams.tensors import (
     ALIKE,
     FACTS,
@@ -455,6 +455,18 @@ def note_originals(flat: FlatParam) -> None:
 def name_of_original(param: nn.Parameter) -> str | None:
     """Returns the full name of an original parameter, as far as it is known; None for other parameters."""
     return _name(param) if owner_of(param) is not None else None
+
+
+def _begin_error(version: int) -> str:
+    with as_tensors():
+        for param in [p for ref, *_ in [*known_originals.values()] if (p := ref()) is not None]:
+            if param._version == version and (owner := owner_of(param)) is not None:
+                group = owner.flat.group
+                return f"rank {group.ranks[group.rank]}: backward came to parameter {_name_in(owner)!r}, which is"
+    return ""
+
+
+of_given_back.append(_begin_error)
 
 
 def _of_full_shape(param: torch.Tensor, what: str) -> torch.Tensor:

@@ -151,7 +151,10 @@ def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     here: dict[FlatParam, dict[int, Piece]] = {}
     # what is handed out may be written to, which a rank without rows would not see
-    for own in state.states():
+    states = state.states()
+    for group in dict.fromkeys(f.group for own in states for f in own.flats if f.kept_at is not None):
+        group.channel("parameters").agree("sharded_state_dict() of frozen values that are kept")
+    for own in states:
         own.unit.give_back_frozen()
     for name, param in written_parameters(state.door):
         flat, number = place_of(param)

@@ -23,7 +23,8 @@ autograd's then, nothing is new; else the attributes of the unit's modules are l
 
 [Note: given back] What autograd saved has its memory again when backward enters a unit by what forward returned or a
 module kept. By what left otherwise (in a closure, a global list) it would come to no memory, and the process to its
-end. Autograd compares versions: parameters without memory have one that they never had (:data:`GIVEN_BACK`).
+end. Autograd compares versions: each parameter without memory has one that nothing else ever had, by which errors name
+it (:data:`versions_given_back`).
 
 [Note: packed shards] Where each original parameter is cut by itself (``PackedLayout``), one all-gather brings the parts
 of all of them rank by rank, and one operation copies these to where original parameters are views. The memory that was
@@ -56,7 +57,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from itertools import chain, compress, repeat
+from itertools import chain, compress, islice, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, final
 
@@ -67,7 +68,7 @@ from torch.utils.weak import TensorWeakRef
 from ..backend import DONE, Backend, Copy, Group, Work
 from ..layout import PackedLayout, ShardLayout
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
-from ..torch_seams.hooks import GIVEN_BACK, NO_BACKWARD, current_backward
+from ..torch_seams.hooks import NO_BACKWARD, current_backward, versions_given_back
 from ..torch_seams.tensors import local_of
 from ..types import AnyCallable, Tree
 from .originals import (
@@ -243,8 +244,10 @@ class Store(ABC):
         self._dtype, self._device = flat.compute_dtype, flat.compute_device
         self._versions: list[int] = []  # of original parameters, when they got their values
         self._last: list[int] = []  # when they had them last
-        are_split = map(hasattr, map(_param_of, self._originals), repeat("_local_tensor"))
+        are_split = [*map(hasattr, map(_param_of, self._originals), repeat("_local_tensor"))]
         self._split = [*compress(self._originals, are_split)]
+        gone = [*islice(versions_given_back, len(self._originals))]
+        self._gone = [*gone, *compress(gone, are_split)]  # their versions without memory
         # what a program was given as their data, and the version then; None where it has set them
         self._seen: list[tuple[int, torch.Tensor | None, int]] = []
         self._lent: list[tuple[int, TensorWeakRef]] = []  # between uses, what it may keep of these
@@ -387,9 +390,12 @@ class Store(ABC):
             self._versions = []
         if is_gone and self._last and self.away is None:  # else they are memory for backward still
             tensors = [*map(_param_of, self._originals), *map(_local_of, self._split)]
-            tensors += [data for _, ref in self._lent if (data := ref()) is not None] if self._lent else ()
+            gone = self._gone
+            for number, ref in self._lent:
+                if (data := ref()) is not None:
+                    tensors, gone = [*tensors, data], [*gone, self._gone[number]]
             self.away = tensors, [*self._last, *map(attrgetter("_version"), tensors[len(self._last) :])]
-            set_versions(tensors, [GIVEN_BACK] * len(tensors))
+            set_versions(tensors, gone)
         for original in self._originals:
             original.param.__class__ = original.released
         if self._flat.lists_dtensors:

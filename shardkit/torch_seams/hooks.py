@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import sys
 import threading
 import weakref
@@ -42,7 +43,11 @@ from ..types import AnyCallable, Tree
 
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 NO_BACKWARD = -1
-GIVEN_BACK = 2**31  # version of parameters whose memory has been given back: no count of writes gets there
+# Versions of parameters whose memory has been given back, one for each: no count of writes gets to the first.
+FIRST_GIVEN_BACK = 2**31
+versions_given_back = itertools.count(FIRST_GIVEN_BACK)
+# Begin the error of a backward that came to the parameter of such a version; "" where none has it.
+of_given_back: list[Callable[[int], str]] = []
 DROPPED = "a backward that raised an error is dropped"  # on all ranks, or they are out of step
 # Id of the backward that runs in this thread, or NO_BACKWARD. (The C function itself: no Python call a gradient.)
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -297,11 +302,13 @@ def _run_checked(t_outputs: object, *args: Any, **kwargs: object) -> Tree:
                 around.enter_context(check(tensors, bool(kwargs.get("accumulate_grad"))))
             return _run_backward(t_outputs, *args, **kwargs)
     except RuntimeError as error:
-        if f"is at version {GIVEN_BACK}" not in str(error):
+        at = re.search(r"is at version (\d+)", str(error))
+        if at is None or int(at[1]) < FIRST_GIVEN_BACK:
             raise
+        begun = "".join(say(int(at[1])) for say in of_given_back) or "backward came to parameters that are"
         raise LifecycleError(
-            "backward came to parameters that are sharded and not gathered now, by a graph of summon_full_params(), "
-            "or a tensor that left its FSDP module in a generator, a closure or a list (return it from forward)"
+            f"{begun} sharded and not gathered now, by a graph of summon_full_params(), or a tensor that left its FSDP "
+            "module in a generator, a closure or a list (return it from forward)"
         ) from error
 
 

@@ -73,6 +73,7 @@ def train_single() -> tuple[list[float], list[torch.Tensor]]:
 def train(rank: int, reduce_in_hook: bool, read_every_step: bool) -> dict[str, Any]:
     """Data-parallel training with nothing but the group's all-reduce."""
     from shardkit.backends.xla import metrics
+    from tests.xla import pending_program
 
     g = group()
     model = net().to(device())
@@ -104,7 +105,7 @@ def train(rank: int, reduce_in_hook: bool, read_every_step: bool) -> dict[str, A
         optimizer.step()
         shown = loss.detach().clone()
         g.all_reduce(shown, op=ReduceOp.AVG)
-        in_program = metrics.collectives([*model.parameters(), shown]) if index == 3 else None
+        in_program = pending_program.collectives([*model.parameters(), shown]) if index == 3 else None
         if in_program is not None:
             found = dict(in_program)
         if read_every_step:
@@ -412,9 +413,9 @@ def test_sub_groups(rules: str, parts: list[list[int]]) -> None:
 @on_ranks((4, "xla"))
 def test_the_collectives_of_a_tpu(rank: int) -> None:
     """The collectives a TPU uses. On a CPU they meet only if all replicas share one executable."""
-    from shardkit.backends.xla import metrics
     from shardkit.backends.xla.group import XlaGroup
     from shardkit.backends.xla.runtime import NativeCollectives, Replica, current_world
+    from tests.xla import pending_program
     from tests.xla.meeting import in_memory
 
     world = current_world()
@@ -435,7 +436,7 @@ def test_the_collectives_of_a_tpu(rank: int) -> None:
     g.broadcast(sent, 2)
     pair = source.clone()
     sub.all_reduce(pair, op=ReduceOp.MAX)
-    found = metrics.collectives([gathered, part, exchanged, sent, pair])
+    found = pending_program.collectives([gathered, part, exchanged, sent, pair])
     step()
     assert dict(found) == {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
     whole = torch.stack([torch.arange(4.0) + 10 * r for r in range(4)])

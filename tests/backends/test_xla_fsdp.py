@@ -193,10 +193,13 @@ def _evaluate(model: FSDP, rank: int) -> torch.Tensor:
 
 def _program(model: FSDP, loss: torch.Tensor, micro: int) -> dict[str, Any]:
     """Collectives in the program of a forward and backward, and how many there should be."""
-    from shardkit.backends.xla import metrics
+    from tests.xla import pending_program
 
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return {"collectives": dict(metrics.collectives([loss, *gradients])), "expected": expected(model, micro)}
+    return {
+        "collectives": dict(pending_program.collectives([loss, *gradients])),
+        "expected": expected(model, micro),
+    }
 
 
 def expected(model: FSDP, micro: int) -> dict[str, int]:
@@ -281,9 +284,9 @@ def plain_with_adam(world_size: list[int]) -> list[list[float]]:
 # ------------------------------------------------------------------ what a TPU would run
 def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
     """The program with the collectives of a TPU, without those that nobody needs the result of."""
-    from shardkit.backends.xla import metrics
     from shardkit.backends.xla.group import XlaGroup
     from shardkit.backends.xla.runtime import NativeCollectives, Replica, current_world
+    from tests.xla import pending_program
     from tests.xla.meeting import in_memory
 
     world = current_world()
@@ -301,7 +304,7 @@ def on_native_collectives(rank: int, name: str) -> dict[str, Any]:
         model.zero_grad()
         backend.mark_step(wait=True)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    hlo = metrics.hlo([loss, *gradients])
+    hlo = pending_program.hlo([loss, *gradients])
     found = _program(model, loss, 1)
     backend.mark_step(wait=True)
     return {**found, "barriers": hlo.count(" opt-barrier("), "loss": loss.item()}

@@ -31,6 +31,7 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
     from shardkit.backends.xla import metrics
     from shardkit.nn.data_parallel import ShardedDataParallel
     from shardkit.optim.oss import OSS
+    from tests.xla import pending_program
 
     backend = get_backend("xla")
     model = build(mlp)
@@ -44,7 +45,9 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
         mean_square(wrapped, rank, step).backward()
         optimizer.step()
         if step == 6:  # asking for the program is work of its own: after the last count
-            seen = dict(metrics.collectives([*model.parameters(), *(s.own for s in optimizer.segments())]))
+            seen = dict(
+                pending_program.collectives([*model.parameters(), *(s.own for s in optimizer.segments())])
+            )
             break
         backend.mark_step(wait=True)
         backend.group().barrier()

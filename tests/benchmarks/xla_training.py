@@ -90,15 +90,15 @@ class Runner:
 
     def facts(self) -> dict[str, Any]:
         """Trains a step; what doesn't depend on the machine."""
-        from shardkit.backends.xla import metrics
+        from tests.xla import pending_program
 
         calls = sum(counting_calls(self.record, self._batches[0][0].device))
         pending = [self.losses[-1], *self._trainer.state()]
         found = {
             "compiles": self.compiles,
-            "collectives": dict(metrics.collectives(pending)),
+            "collectives": dict(pending_program.collectives(pending)),
             "calls": calls,
-            "operations": metrics.operations(pending),
+            "operations": pending_program.operations(pending),
         }
         self.execute()
         return {**found, "losses": [x.item() for x in self.losses]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -9,13 +10,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import ConfigurationError, LifecycleError, ReshardPolicy, fully_shard, sharding_of, summary
+from shardkit import (
+    ConfigurationError,
+    LifecycleError,
+    OutOfStepError,
+    ReshardPolicy,
+    fully_shard,
+    sharding_of,
+    summary,
+)
 from tests.beside import assert_same
 from tests.figures.counters import OperationCounter
 from tests.figures.gpt import AdaptedLinear
 from tests.fsdp.test_export import by_root
 from tests.fsdp.test_extensions import Quantized
-from tests.pools import on_ranks, rank_pool
+from tests.pools import on_ranks, rank_pool, run_once
 
 WIDTH, LAYERS = 33, 4
 
@@ -199,6 +208,28 @@ def test_frozen_values_that_change_while_gathered(rank: int) -> None:
             _loss(plain, 10 * step + k).backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     assert float(sharding_of(model).clip_grad_norm_(1.0)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def _alone(rank: int, door: str) -> tuple[str, str]:
+    model = _sharded(Stack(), door, reshard=ReshardPolicy(frozen="keep"))
+    for step in range(2):
+        _loss(model, step).backward()
+    try:
+        if not rank:
+            sharding_of(model).sharded_state_dict()
+        _loss(model, 3).backward()
+    except OutOfStepError as error:
+        return str(error), traceback.format_exc()
+    return "", ""
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "FSDP"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_state_dict_of_kept_values_on_one_rank_alone(door: str, world: int) -> None:
+    """Refused where it is called, with what the other ranks do."""
+    found = run_once(world, "gloo", _alone, door)
+    assert all("sharded_state_dict() of frozen values that are kept" in said for said, _ in found)
+    assert ".sharded_state_dict()" in found[0][1]
 
 
 @on_ranks(2)

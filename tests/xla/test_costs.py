@@ -49,8 +49,8 @@ def test_programs_collectives_and_calls_beside_native_training() -> None:
 
 def _gathers(rank: int, theirs: bool) -> list[tuple[dict[str, int], float]]:
     """Collectives and losses of steps of six units, and a root, without flattening."""
-    from shardkit.backends.xla import metrics
     from shardkit.xla import fsdp as ours
+    from tests.xla import pending_program
 
     backend, found = get_backend("xla"), []
     wrap: Any = ours.XlaFullyShardedDataParallel
@@ -75,7 +75,7 @@ def _gathers(rank: int, theirs: bool) -> list[tuple[dict[str, int], float]]:
             loss.backward()
             optimizer.step()
             pending = [loss, *model.parameters(), *(p.grad for p in model.parameters())]
-            counted = dict(metrics.collectives(pending))
+            counted = dict(pending_program.collectives(pending))
             prepare_sync()
             backend.mark_step(wait=True)
             found.append((counted, loss.item()))
@@ -100,6 +100,7 @@ def _steady_step(rank: int, kind: str) -> tuple[dict[str, int], int]:
     import torch_xla
 
     from shardkit.backends.xla import metrics
+    from tests.xla import pending_program
 
     torch.manual_seed(0)
     layers = (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 2))
@@ -136,7 +137,7 @@ def _steady_step(rank: int, kind: str) -> tuple[dict[str, int], int]:
         meet()
     inner = optimizer if kind in ("native", "FSDP") else optimizer.optim
     lasting += sum(isinstance(v, torch.Tensor) for state in inner.state.values() for v in state.values())
-    aliased, moved = metrics.aliased(), metrics.transfers() - before
+    aliased, moved = pending_program.aliased(), metrics.transfers() - before
     meet()
     return {"aliased": aliased, "compiles": metrics.compiles() - compiled, **moved}, lasting
 

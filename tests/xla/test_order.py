@@ -62,6 +62,7 @@ def _trainer(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _steps(rank: int, kind: str) -> list[tuple[Program, float, int]]:
     """The programs of three steps with the collectives of a TPU, their losses, and programs compiled so far."""
     from shardkit.backends.xla import metrics
+    from tests.xla import pending_program
 
     backend, found = get_backend("xla"), []
     with collectives_of_a_tpu() as prepare_sync:
@@ -77,7 +78,9 @@ def _steps(rank: int, kind: str) -> list[tuple[Program, float, int]]:
                 model.clip_grad_norm_(0.1)
             optimizer.step()
             state = [*model.parameters(), *model.buffers()]
-            text = metrics.hlo([loss, *state, *(p.grad for p in model.parameters() if p.grad is not None)])
+            text = pending_program.hlo(
+                [loss, *state, *(p.grad for p in model.parameters() if p.grad is not None)]
+            )
             prepare_sync()
             backend.mark_step(wait=True)
             backend.group().all_gather_object(None)  # the counter is the process's
@@ -115,7 +118,7 @@ def test_nothing_waits_for_more_than_with_torch_xla(kept: str) -> None:
 
 def _mixed(rank: int) -> tuple[list[tuple[str, str]], list[float]]:
     """Collectives of two groups and four kinds, of several dtypes, the first of which bring NaN and infinity."""
-    from shardkit.backends.xla import metrics
+    from tests.xla import pending_program
 
     with collectives_of_a_tpu() as prepare_sync:
         device = get_backend("xla").device()
@@ -132,7 +135,7 @@ def _mixed(rank: int) -> tuple[list[tuple[str, str]], list[float]]:
         everybody.all_to_all(received, sent)
         pair.broadcast(received, 1)
         values = torch.cat([two, eight, whole.float(), part.float(), received])
-        unordered = Program(metrics.hlo([values])).unordered()
+        unordered = Program(pending_program.hlo([values])).unordered()
         prepare_sync()
         get_backend("xla").mark_step(wait=True)
         return unordered, values[12:].tolist()
@@ -149,15 +152,15 @@ def test_order_holds_between_groups_and_nan_stays_where_it_is() -> None:
 @on_ranks((2, "xla"))
 def test_the_order_ends_with_the_program(rank: int) -> None:
     """Collectives, and what the program takes in, after a sync and after a program was dropped."""
-    from shardkit.backends.xla import metrics
     from shardkit.backends.xla.runtime import NativeCollectives
+    from tests.xla import pending_program
 
     ordered, found = NativeCollectives(), []
     value = torch.ones(4, device=get_backend("xla").device())
     get_backend("xla").mark_step(wait=True)
     for end in ("sync", "drop", "drop", "sync"):
         result = ordered.all_reduce(ordered.all_reduce(value, "sum", [[0], [1]]), "sum", [[0], [1]])
-        program = Program(metrics.hlo([result]))
+        program = Program(pending_program.hlo([result]))
         found.append((len(program.collectives), program.count("parameter")))
         if end == "drop":
             get_backend("xla").group().abort()

@@ -86,8 +86,7 @@ class GraphManager(ABC):
         self.nprocs_per_node = nprocs_per_node
         self.local_rank = local_rank
         self.phone_book: list[list[Edge]] = [[] for _ in range(world_size)]
-        self._peers_per_itr = peers_per_itr
-        self._group_indices = list(range(peers_per_itr))
+        self.peers_per_itr = peers_per_itr
         self._make_graph()
         fewest = min(len(edges) for edges in self.phone_book)
         if peers_per_itr > fewest:
