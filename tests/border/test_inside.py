@@ -399,3 +399,75 @@ def test_an_interrupted_forward(rank: int, world_size: int, dtensors: bool) -> N
         assert all(p.grad is None for p in optimizers[0].param_groups[0]["params"])
         steps_beside(rank, world_size, model, plain, mean_square, optimizers, [step])
     assert_same(model, plain)
+
+
+class Catching(nn.Module):
+    """Catches an interrupt of its middle layer, and goes on without it or calls it again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 5), Interrupted(5, 5), nn.Linear(5, 6)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        try:
+            return self.last(self.middle(x))  # type: ignore[no-any-return]
+        except KeyboardInterrupt:
+            return self.last(self.middle(x) if self.again else x)  # type: ignore[no-any-return]
+
+
+def _sharded_as(door: str, model: nn.Module, units: list[str]) -> Any:
+    for name in units:
+        if door == "fsdp":
+            setattr(model, name, FSDP(getattr(model, name)))
+        else:
+            fully_shard(getattr(model, name), dtensors=door == "dtensors")
+    return FSDP(model) if door == "fsdp" else fully_shard(model, dtensors=door == "dtensors")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("door", ["fsdp", "rows", "dtensors"])
+@on_ranks(1, 2, 3)
+def test_an_interrupt_that_an_outer_forward_catches(
+    rank: int, world_size: int, door: str, again: bool
+) -> None:
+    """Without gradients and with, in steps before and after others."""
+    plain, inner = (build(lambda: Catching(again)) for _ in range(2))
+    middle = inner.middle
+    model = _sharded_as(door, inner, ["first", "middle", "last"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for step in range(4):
+        for layer in (middle, plain.middle):
+            layer.is_due = step % 2 == 0
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+        middle.is_due = step > 1
+        mean_square(model, rank, step).backward()
+        for other in range(world_size):
+            plain.middle.is_due = step > 1
+            (mean_square(plain, other, step) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("door", ["fsdp", "rows", "dtensors"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+@on_ranks(1, 2, 3)
+def test_an_interrupt_of_a_unit_that_is_its_own_root(
+    rank: int, world_size: int, door: str, with_gradients: bool
+) -> None:
+    """It is called before the module around it was, and next as a part of that."""
+    plain, inner = (build(lambda: Catching(True)) for _ in range(2))
+    middle = inner.middle
+    model = _sharded_as(door, inner, ["first", "middle", "last"])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for step in range(3):
+        with torch.set_grad_enabled(with_gradients):
+            middle.is_due = True
+            with pytest.raises(KeyboardInterrupt):
+                inner.middle(torch.ones(2, 5))
+        steps_beside(rank, world_size, model, plain, mean_square, optimizers, [step])
+        assert_same(model, plain)

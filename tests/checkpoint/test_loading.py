@@ -18,6 +18,7 @@ from torch import nn
 import shardkit
 from shardkit.checkpoint.data_file import Written, metadata_of
 from shardkit.checkpoint.format.metadata import TableOfContents, read_metadata
+from shardkit.checkpoint.tools.comparing import read_folder
 from shardkit.errors import ConfigurationError, DamagedFileError, ShardkitError, UntrustedFileError
 from shardkit.xla.fsdp.consolidate_sharded_ckpts import main as consolidate
 from tests import file_mutations
@@ -376,4 +377,8 @@ def test_forged_tables_of_contents(tmp_path: Path) -> None:
     names = table(holes).paths
     found, peak = file_mutations.peak_of(lambda: read_metadata(tmp_path).nested(dict.fromkeys(names)))
     assert isinstance(found, ValueError)
+    with pytest.raises(
+        DamagedFileError, match=r"\.metadata makes no sense \(keys of a list"
+    ):  # as commands read it
+        read_folder(str(tmp_path), trust_pickle=False)
     assert peak < file_mutations.bounded((tmp_path / ".metadata").stat().st_size)
