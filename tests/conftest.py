@@ -31,8 +31,9 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", choices=["plain", "streams"], default="plain",
-        help="streams: gloo's and simulated ranks have a simulated device with streams",
+        "--device", choices=["plain", "streams", "cuda"], default="plain",
+        help="streams: gloo's and simulated ranks have a simulated device with streams; cuda: gloo's are on the first "
+        "CUDA device",
     )  # fmt: skip
 
     parser.addoption("--support", metavar="FILE", help="counts tests by feature, backend and number of ranks")

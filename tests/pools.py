@@ -32,6 +32,7 @@ XLA_FLAGS = (
 
 
 # "streams": ranks have a simulated device with streams, which finds what CUDA and NCCL would not forgive.
+# "cuda": all ranks are on the first CUDA device, and make their tensors there.
 DEVICE = {"name": "plain"}
 
 
@@ -132,6 +133,10 @@ def _make(world_size: int, backend: str) -> Pool:
         return PausedPool(world_size, backend)
     if DEVICE["name"] == "streams":
         return StreamsPool(world_size, start=_start_with_streams)
+    if DEVICE["name"] == "cuda":
+        from tests.backends import cuda_programs
+
+        return CudaPool(world_size, "cuda", start=cuda_programs.over_both)
     return TidyPool(world_size)
 
 
@@ -252,6 +257,27 @@ def _on_streams(rank: int, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any
     with watched(rank) as device:
         result = _after_tidying(rank, fn, *args)
     return result, device.issued
+
+
+class CudaPool(ForkedPool):
+    """Ranks that make their tensors on the first CUDA device; what comes and goes with a call is on the CPU."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return super().run(_on_cuda, fn, *args)
+
+
+def _on_cuda(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from tests.backends.cuda_programs import MadeOnDevice
+
+    def moved(values: Any, device: str) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: t.to(device), values)
+
+    with MadeOnDevice():
+        result = _after_tidying(rank, fn, *moved(args, "cuda"))
+    return moved(result, "cpu")
 
 
 class SimulatedPool:

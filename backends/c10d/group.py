@@ -263,7 +263,7 @@ class Agreement:
 SLICE = timedelta(seconds=2)  # a wait that is no longer costs nothing
 _LOOK = timedelta(seconds=1)  # between looks afterwards
 _WARN_SECONDS = 30.0
-_TOKEN = torch.zeros(1)
+_TOKEN = torch.zeros(1, device="cpu")
 _PROBE_TAG = 0x5AFD
 _LOST = (
     "Connection closed",
@@ -355,7 +355,7 @@ def sizes_of(group: Group, size: int, label: str) -> list[int]:
 
 
 def as_tensor(data: bytearray) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else _TOKEN.new_empty(0, dtype=torch.uint8)
 
 
 def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
@@ -431,7 +431,7 @@ class C10dGroup(Group):
         return None if self._real is None else self._real()
 
     def _new_watch(self) -> Watch:
-        store = None if self.process_group is None else self.process_group.get_group_store()
+        store = None if self.process_group is None else self._store()
         return Watch(store, self.rank, self.world_size, "watch", self.ranks)
 
     # ------------------------------------------------------------ groups
@@ -467,8 +467,11 @@ class C10dGroup(Group):
         if self.rank not in members:
             return None
         name = f"{name}/{self._meetings}"
-        store = PrefixStore(f"shardkit/{name}", self.process_group.get_group_store())
-        return self._connect(store, name, members)
+        return self._connect(PrefixStore(f"shardkit/{name}", self._store()), name, members)
+
+    def _store(self) -> Store:
+        """Returns the process group's store, in which the group of another backend over these ranks writes, too."""
+        return PrefixStore(self.backend.name, self.process_group.get_group_store())
 
     def _connect(self, store: Store, name: str, members: Sequence[int]) -> dist.ProcessGroup:
         """Returns a process group of the ranks that call this."""
@@ -504,10 +507,9 @@ class C10dGroup(Group):
         call = (name, self._agreements, *key)
         self._watch.issued[name] = self._agreements
         self._watch.recent.append(call)
-        store = self.process_group.get_group_store()
         try:
             agreement = self._start(
-                Agreement, store, self._name, self._agreements, key, self.world_size, self._timeout
+                Agreement, self._store(), self._name, self._agreements, key, self.world_size, self._timeout
             )
         except NoAnswer:
             self._give_up(Call(*call))

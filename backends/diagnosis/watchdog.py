@@ -588,7 +588,7 @@ def _break(pg: dist.ProcessGroup) -> None:
             if backend.name() != "gloo":
                 backend.abort()
             elif other is not None:
-                backend.recv([torch.empty(1)], other, 0x5AFE).wait(_NOTHING)  # type: ignore[attr-defined]
+                backend.recv([torch.empty(1, device="cpu")], other, 0x5AFE).wait(_NOTHING)  # type: ignore[attr-defined]
 
 
 _watchdog = Watchdog()

@@ -332,7 +332,7 @@ class _Restoring:
         if self._optimizer is not None:
             wanted += self._optimizer.wanted
         self._extra = {
-            path: Wanted(name, whole(torch.zeros(found.shape, dtype=found.dtype), (0,)))
+            path: Wanted(name, whole(torch.zeros(found.shape, dtype=found.dtype, device="cpu"), (0,)))
             for path, name in stored.under("extra").items()
             if (found := stored.tensors.get(name)) is not None
         }

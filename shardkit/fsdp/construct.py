@@ -707,6 +707,7 @@ def _listed(
     places: list[Place] = []
     if state.options.flatten and lister is not None:
         param: Tree = FlatParameter([shard], originals[0].param.requires_grad)
+        param.data = shard  # that memory, which is pinned where it is offloaded
         path_of = {m: path for path, m in found.modules}
         infos = [(path_of[original.places[0].module], *original.places[0]) for original in originals]
         shared = [
@@ -958,9 +959,11 @@ def end_move(state: ShardingState) -> None:
         flat.param = param
         for place in flat.places:
             place.module._parameters[place.name] = param
-    if state.flats and state.options.device is None:
-        shard = state.flats[0].param
-        if shard.device.type not in (state.group.backend.device_type, "meta"):
+    if state.options.device is None:
+        shard = state.flats[0].param if state.flats else None
+        below = units_in(state.door, state) if shard is None else []  # they have moved before
+        kind = below[0].group.backend.device_type if below else "meta" if shard is None else shard.device.type
+        if kind not in (state.group.backend.device_type, "meta"):
             connect(state, shard, [])
             state.unit.replicas = state.replicas
             for flat in state.flats:

@@ -137,7 +137,7 @@ def own_part(values: torch.Tensor, group: Group) -> torch.Tensor:
     There, which part it is is data, so that all ranks build one graph.
     """
     if not group.backend.has_storage:
-        rank = torch.tensor([group.rank]).to(values.device)
+        rank = torch.tensor([group.rank], device="cpu").to(values.device)
         return values.view(group.world_size, -1).index_select(0, rank).view(-1)
     size = values.numel() // group.world_size
     return values[group.rank * size : (group.rank + 1) * size]
@@ -712,7 +712,7 @@ class Stored(Store):
 
 
 _SAMPLE = 256  # numbers of a shard
-_one = torch.empty(1)
+_one = torch.empty(1, device="cpu")
 _ALONE = _holders_of(_one.untyped_storage()._cdata)
 
 
@@ -813,7 +813,7 @@ class Lazy(Store):
         self._full: torch.Tensor | None = None  # [W * S]
         self._after: Sequence[torch.Tensor] | None = None  # of a gather that was asked for and not issued
         # one for good: each new one would be computed in each step
-        self._nothing = torch.empty(0, dtype=self._dtype).to(self._device)
+        self._nothing = torch.empty(0, dtype=self._dtype, device="cpu").to(self._device)
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -897,7 +897,7 @@ class Joined:
         if len(stores) == 1:
             self._own.copy_(first.sent())  # casts, and comes from the host
         else:
-            torch.cat([store.sent() for store in stores], out=self._own)  # casts
+            torch.cat([store.sent().to(first._device) for store in stores], out=self._own)  # casts
             label = f"{label} and {len(stores) - 1} more"
         work = first._gather(self._full, self._own, async_op=True, label=label)
         for store, part in zip(stores, self._parts, strict=True):

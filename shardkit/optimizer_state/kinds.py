@@ -79,7 +79,7 @@ class StateKind(NamedTuple):
         """Returns the value, a tensor again if it was one."""
         if self.shape is None:
             return copy.deepcopy(self.value)
-        return torch.tensor(self.value, dtype=self.dtype).view(self.shape)
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu").view(self.shape)
 
 
 # ------------------------------------------------------------ what does not fit is refused, before any of it is taken

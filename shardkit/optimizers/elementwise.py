@@ -217,7 +217,8 @@ def _drawn(
         return [v.view(s) for v, s in zip(flat.split(numels), shapes, strict=True)]
 
     def draw() -> torch.Tensor:
-        rows = [torch.randn(n, generator=generator) * s for n, (_, s) in zip(numels, parts, strict=True)]
+        rows = [torch.randn(n, generator=generator, device="cpu") for n in numels]
+        rows = [row * scale for row, (_, scale) in zip(rows, parts, strict=True)]
         return torch.cat(rows).to(device)
 
     return whole, draw(), [draw() for _ in range(_STEPS)]

@@ -889,7 +889,7 @@ class SparseReducer(ToOwners):
         # [W, 3]: rows, whether any gradient, whether dense
         facts = torch.zeros(world * 3, dtype=torch.int64, device=param.device)
         own = facts[self._group.rank * 3 : self._group.rank * 3 + 3]
-        own.copy_(torch.tensor([count, int(rows is not None), int(dense)]))
+        own.copy_(torch.tensor([count, int(rows is not None), int(dense)], device="cpu"))
         self._group.all_gather_into(facts, own, label="rows of sparse gradients")
         table = facts.view(world, 3).tolist()
         if not any(used for _, used, _ in table):

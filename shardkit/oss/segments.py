@@ -195,7 +195,7 @@ class FlatSegment:
         # the rank is data, so that the graph is the same on all ranks
         device = self.params[0].device
         if self._mine is None or self._mine.device != device:  # a transfer: once
-            self._mine = torch.tensor([self.group.rank]).to(device)
+            self._mine = torch.tensor([self.group.rank], device="cpu").to(device)
         rows = self.pack(tensors, None, like).view(self.group.world_size, -1)
         return rows.index_select(0, self._mine).view(-1)
 

@@ -257,14 +257,14 @@ class JoinedPack:
         if self._sent is None or self._sent[0] != asked:
             rows = [[float(had[i]) for i in items] for items in self._form.items]
             rows = [[*row, *[0.0] * (n - len(row))] for row, n in zip(rows, self._form.flags, strict=True)]
-            self._sent = asked, [torch.tensor(row, dtype=like.dtype).to(like.device) for row in rows]
+            self._sent = asked, [like.new_tensor(row) for row in rows]
         return self._sent[1]
 
     def used_elements(self, flags: torch.Tensor, rank: int) -> torch.Tensor:
         """Tells for each element of this rank's part, without flags, whether the flag of its gradient [F] is set."""
         if self._elements is None:
             # padding has none; 32 bits, for there is one for each element
-            index = torch.full((self._form.first_flag[rank],), len(flags), dtype=torch.int32)
+            index = torch.full((self._form.first_flag[rank],), len(flags), dtype=torch.int32, device="cpu")
             here = [p for p in self._form.pieces if p.rank == rank]
             for k, p in enumerate(here):
                 index[p.offset : p.offset + p.numel] = k

@@ -61,8 +61,8 @@ KEY = "adascale"  # in the optimizer's state
 def initial_state(groups: int) -> State:
     """Averages before the first step: every gain is 1."""
     return {
-        SQUARE: torch.ones(groups, dtype=torch.float64),
-        VARIANCE: torch.zeros(groups, dtype=torch.float64),
+        SQUARE: torch.ones(groups, dtype=torch.float64, device="cpu"),
+        VARIANCE: torch.zeros(groups, dtype=torch.float64, device="cpu"),
     }
 
 
@@ -72,7 +72,7 @@ def add_groups(state: State, count: int) -> None:
     for name, values in list(state.items()):
         if name.endswith("_count") and values.numel() == 1:
             values = values.expand(before)  # until now all groups had the same
-        state[name] = torch.cat([values, torch.full((count,), float(name == SQUARE), dtype=values.dtype)])
+        state[name] = torch.cat([values, values.new_full((count,), float(name == SQUARE))])
 
 
 def update_average(state: State, name: str, value: torch.Tensor, smoothing: float, debias: bool) -> None:
@@ -108,7 +108,7 @@ def loaded(data: StateDict, groups: int) -> State:
     saved = data["state"].get(KEY)
     if saved is None:
         return initial_state(groups)
-    averages = {k: torch.tensor([float(x) for x in v], dtype=torch.float64) for k, v in saved.items()}
+    averages: State = {k: torch.DoubleTensor([float(x) for x in v]) for k, v in saved.items()}
     found = averages[SQUARE].numel()
     if found != groups:
         raise ConfigurationError(

@@ -114,7 +114,7 @@ def _shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
     generator = torch.Generator()
     # neighbours in seed and in epoch have nothing in common
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9) % 2**63)
-    return torch.randperm(samples, generator=generator)
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):

@@ -94,7 +94,7 @@ def _gather(tensor: torch.Tensor, ranks: Group) -> list[torch.Tensor]:
 
 def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
     """Returns each rank's numbers, equally many on all ranks."""
-    mine = torch.tensor(list(numbers), dtype=torch.int64).to(ranks.backend.device())
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device="cpu").to(ranks.backend.device())
     everybody = mine.new_empty(ranks.world_size * len(mine))
     ranks.all_gather_into(everybody, mine, label="shapes to gather").wait()
     return everybody.view(ranks.world_size, -1).tolist()
@@ -132,7 +132,7 @@ def gather(obj: T, group: ProcessGroup = None, *, backend: str | Backend | None 
         if isinstance(leaf, torch.Tensor):
             columns.append([*_gather(leaf.detach().to(chosen.device()), ranks)])
             continue
-        number = torch.tensor(leaf, dtype=_NUMBERS[type(leaf)]).to(chosen.device())
+        number = torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu").to(chosen.device())
         columns.append([t.item() for t in _gather(number, ranks)])
     return [
         tree_unflatten([column[rank] for column in columns], structure) for rank in range(ranks.world_size)

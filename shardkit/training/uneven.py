@@ -583,7 +583,7 @@ class uneven:
         for work in self._told[0]:
             work.wait()
         groups = self._by.groups
-        said = torch.tensor(values, dtype=torch.float64).to(groups[0].backend.device())
+        said = torch.tensor(values, dtype=torch.float64, device="cpu").to(groups[0].backend.device())
         works = []
         for number, group in enumerate(groups):
             work = group.channel("control").all_reduce(said, async_op=True, label="uneven(): who goes on")

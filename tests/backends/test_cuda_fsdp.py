@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -38,6 +40,8 @@ def test_trains_as_one_process(name: str, options: str, world_size: int) -> None
 def test_memory_of_resharded_units_is_given_back(rank: int) -> None:
     """Parameters that are not gathered have no memory."""
     device = get_backend("cuda").device()
+    gc.collect()
+    others = torch.cuda.memory_allocated()  # what earlier tests have left in this rank
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(device)
     for i in range(8):
         model[i] = FSDP(model[i], precision=PrecisionPolicy(compute=torch.bfloat16))
@@ -50,7 +54,7 @@ def test_memory_of_resharded_units_is_given_back(rank: int) -> None:
     shards = sum(p.numel() * 4 for p in model.parameters())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert before < shards * 1.1 + 2**22
+    assert before - others < shards * 1.1 + 2**22, (before, others, shards)
     with torch.no_grad():
         model(x)
     peak = torch.cuda.max_memory_allocated() - before

@@ -105,6 +105,14 @@ def test_messages_and_steps_that_the_user_orders() -> None:
     rank_pool(2, "late").run(_sends_itself)
 
 
+@pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
+def test_moved_after_wrapping_and_offloaded() -> None:
+    rank_pool(2, "late").run(programs.moved_after_wrapping, "late")
+    rank_pool(2, "late").run(
+        programs.train_fsdp, 2, "adapted", "offloaded", "late"
+    )  # two dtypes in one message
+
+
 def _in_another_order(rank: int, backend: str) -> str:
     device = get_backend(backend).device()
     torch.manual_seed(0)

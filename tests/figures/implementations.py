@@ -84,7 +84,7 @@ def fsdp(
     if compute is not None:
         options |= {"mixed_precision": True, "compute_dtype": compute}
     if library == "fairscale":
-        options["compute_device"] = _device(model)
+        options |= {"compute_device": _device(model), "fp32_reduce_scatter": compute is not None}
     for parent, name in units(model):
         setattr(parent, name, kit(getattr(parent, name), **options))
     wrapped = kit(model, **options)

@@ -107,11 +107,11 @@ _MIXED: dict[str, Callable[..., Trainer]] = {
 
 
 def ways(variant: Variant, device: str) -> list[str]:
-    """What can train so there; fairscale's FSDP insists on CUDA."""
+    """What can train so there; fairscale's FSDP insists on CUDA, and takes no parameters in bf16."""
     names = variant.by or [
         way for way in WAYS if way in (BARE, *(_MIXED if variant.mixed else IMPLEMENTATIONS))
     ]
-    return [n for n in names if device == "cuda" or not n.startswith("fairscale")]
+    return [n for n in names if (device == "cuda" and variant.mixed) or not n.startswith("fairscale")]
 
 
 class _Layer(Block):

@@ -32,10 +32,7 @@ def environment(device: str) -> None:
         "shardkit": shardkit.__version__, "torch": torch.__version__, "Python": platform.python_version(),
         "system": platform.platform(terse=True), "CPU cores": os.cpu_count(),
     }  # fmt: skip
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    row["commit"] = commit.stdout.strip() or "unknown"
+    row["commit"] = _first_line("git", "rev-parse", "--short", "HEAD")
     try:
         import fairscale
 
@@ -47,19 +44,18 @@ def environment(device: str) -> None:
         row |= {
             "device": properties.name, "devices": torch.cuda.device_count(),
             "memory": f"{properties.total_memory / 2**30:.0f} GiB", "CUDA": torch.version.cuda,
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())), "driver": _driver(),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         }  # fmt: skip
     else:
         row["device"] = "CPU (a trial of the program: its times say nothing)"
     _say(row)
 
 
-def _driver() -> str:
+def _first_line(*command: str) -> str:
+    """Of what a program of the system says."""
     try:
-        asked = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return asked.stdout.split("\n")[0].strip()

@@ -30,6 +30,12 @@ _CUDA_TESTS = (  # where tests are marked
     "tests/backends tests/activations tests/extra/test_streams.py tests/pipeline/test_pipe.py tests/wrapping "
     "tests/sharded_ddp/test_buffers.py"
 )
+# On two to four ranks that share the first device; without what needs numpy.
+_SHARED_TESTS = (
+    "--device cuda tests/fsdp/test_fsdp.py tests/fsdp/test_fully_shard.py tests/border/test_kept_views.py "
+    "tests/border/test_inside.py tests/border/test_optimizers.py tests/border/test_copies.py"
+)
+_OF_THE_HOST = "numpy or simulated"
 # (size, variant, seconds), the most telling first: time may run out
 _BENCHMARKS = (
     ("1.3B", "plain", 110), ("124M", "plain", 70), ("7B", "checkpointed", 130), ("4B", "offload", 200),
@@ -58,6 +64,12 @@ def plan(device: str, devices: int) -> tuple[list[Phase], list[str]]:
             "tests", "tests", 300, {"paths": _CUDA_TESTS, "select": "cuda", "words": f"not ({_IN_CONTRACT})"}
         ),
         *(Phase(f"bench {s} {v}", "bench", t, {"size": s, "variant": v}) for s, v, t in _BENCHMARKS[5:]),
+        Phase(
+            "tests of ranks that share a device",
+            "tests",
+            600,
+            {"paths": _SHARED_TESTS, "select": "not cuda and not xla", "words": f"not ({_OF_THE_HOST})"},
+        ),
     ]
     skipped = []
     for needed, what in (

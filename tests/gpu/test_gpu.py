@@ -72,7 +72,7 @@ def test_plan_fits_the_time_and_says_what_it_skips() -> None:
             assert phase.arguments["size"] in cases.SIZES
             assert phase.arguments["variant"] in cases.VARIANTS
     assert {p.arguments["size"] for p in phases if p.kind == "bench"} == {"124M", "1.3B", "4B", "7B"}
-    assert "fairscale_fsdp" in cases.ways(cases.VARIANTS["plain"], "cuda")
+    assert "fairscale_fsdp" in cases.ways(cases.VARIANTS["mixed"], "cuda")
 
 
 def test_models_have_the_sizes_of_their_names() -> None:

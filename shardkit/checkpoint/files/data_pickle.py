@@ -532,6 +532,6 @@ def without_values(named: SavedState) -> SavedState:
     """Replaces functions that look at values, while storages are not filled: they give an empty tensor."""
 
     def nothing(*_: Data) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     return {**named, **dict.fromkeys(LOOKING, Function(nothing))}

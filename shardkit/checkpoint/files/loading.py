@@ -53,7 +53,7 @@ def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int
     """Fills a storage from a file; returns the CRC-32 of what was read."""
     if storage.nbytes() == 0:
         return 0
-    view, crc, done = memory_of(torch.empty(0, dtype=torch.uint8).set_(storage)), 0, 0
+    view, crc, done = memory_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)), 0, 0
     file.seek(start)
     while done < len(view):
         piece = view[done : done + _PIECE]

@@ -146,7 +146,7 @@ def _empty(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Makes memory that the system gets back at once: malloc keeps some tens of MB of what large tensors leave."""
     size = math.prod(shape) * dtype.itemsize
     if size < _LARGE:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     try:
         return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
     except (OSError, OverflowError, ValueError) as error:

@@ -484,7 +484,7 @@ class Exchange(Bringing):
             chunks += [_gradient(p) for p in parts]
             have = tuple([p.may_have_gradient for p in parts])
             if have not in self._flags:
-                self._flags[have] = torch.tensor(have, dtype=self._like.dtype).to(self._like.device)
+                self._flags[have] = self._like.new_tensor(have)
             chunks.append(self._flags[have])
         return chunks
 

@@ -415,7 +415,7 @@ def _matches(pattern: str, name: str) -> bool:
 # ------------------------------------------------------------ trying the class
 def _probe(build: OptimizerClass, options: Kwargs, dim: int) -> Optimizer:
     """Returns an optimizer of the class over one small parameter."""
-    made = build([nn.Parameter(torch.zeros((2,) * dim))], **options)
+    made = build([nn.Parameter(torch.zeros((2,) * dim, device="cpu"))], **options)
     if not isinstance(made, Optimizer):
         raise ConfigurationError(
             f"{build!r} returned {type(made).__name__}; it has to return a torch.optim.Optimizer"

@@ -1,0 +1,97 @@
+"""What is done while torch.set_default_device names another device than the model's, as scripts for one GPU do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardkit
+from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ShardedDDP, fully_shard
+from shardkit.optim import AdaScale
+from shardkit.training.whole_parameters import WholeParameters
+from tests.beside import assert_same
+from tests.pools import rank_pool
+
+SGD = torch.optim.SGD
+OPTIONS = {"lr": 0.1, "momentum": 0.9}
+
+
+def _sharded_ddp(model: nn.Module, scales: bool = False) -> tuple[nn.Module, Any]:
+    oss = OSS(model.parameters(), SGD, **OPTIONS)
+    return ShardedDDP(model, oss), AdaScale(oss) if scales else oss
+
+
+def _in_place(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    for part in (*model, model):  # type: ignore[misc]
+        fully_shard(part, **options)
+    return model, SGD(model.parameters(), **OPTIONS)
+
+
+def _wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    wrapped = FSDP(model, **options)
+    return wrapped, SGD(wrapped.parameters(), **OPTIONS)
+
+
+def _whole(model: nn.Module) -> tuple[nn.Module, Any]:
+    wrapped = FSDP(model)
+    return wrapped, WholeParameters(wrapped, SGD, **OPTIONS)
+
+
+DOORS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
+    "FSDP": _wrapped,
+    "offloaded": lambda m: _wrapped(m, offload=OffloadPolicy(parameters=True)),
+    "compressed": lambda m: _wrapped(m, precision=PrecisionPolicy(compression=Compression())),
+    "fully_shard": _in_place,
+    "dtensors": lambda m: _in_place(m, dtensors=True),
+    "ShardedDDP": _sharded_ddp,
+    "AdaScale": lambda m: _sharded_ddp(m, scales=True),
+    "WholeParameters": _whole,
+}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _train(rank: int, door: str, folder: Path) -> None:
+    def steps(model: nn.Module, optimizer: Any, ranks: range) -> None:
+        for _ in range(2):
+            for r in ranks:
+                x = torch.linspace(-1, 1 + r, 30, device="cpu").view(5, 6)
+                (model(x).square().mean() / len(ranks)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = _model()
+    torch.set_default_device("meta")  # whoever asks it for memory gets none
+    try:
+        model, optimizer = DOORS[door](_model())
+        steps(model, optimizer, range(rank, rank + 1))
+        if door not in (
+            "AdaScale",
+            "dtensors",
+        ):  # torch asks a DTensor's place of a tensor on the default device
+            shardkit.save(folder, step=1, model=model, optimizer=optimizer)
+            before = copy.deepcopy(model.state_dict())
+            steps(model, optimizer, range(rank, rank + 1))
+            shardkit.restore(folder, model=model, optimizer=optimizer)
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+        steps(plain, SGD(plain.parameters(), **OPTIONS), range(2))  # type: ignore[arg-type]
+        if door not in ("AdaScale", "compressed"):
+            assert_same(model, plain, door)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_training_and_checkpoints(door: str, tmp_path: Path) -> None:
+    rank_pool(2).run(_train, door, tmp_path)
