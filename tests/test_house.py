@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_463  # of all source; to be lowered with each release
+LINES = 64_457  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_186,
+    "backends": 7_176,
     "compat": 9_395,
     "shardkit": 2_350,  # the files right there
     "shardkit/checkpoint": 6_576,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_461,
+    "shardkit/fsdp": 11_464,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_268,
-    "shardkit/optimizers": 540,
+    "shardkit/optimizers": 541,
     "shardkit/oss": 3_043,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,

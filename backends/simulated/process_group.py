@@ -38,17 +38,11 @@ class ThreadWork(dist.Work):
 
     Args:
         parts: what to wait for.
-        source: who has sent it, for a receive.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[SimulatedWork],
-        outputs: Sequence[Tensor],
-        source: Callable[[], int] = lambda: -1,
-    ) -> None:
+    def __init__(self, parts: Sequence[SimulatedWork], outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.parts, self._outputs, self._source = list(parts), list(outputs), source
+        self.parts, self._outputs = list(parts), list(outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for part in self.parts:
@@ -63,14 +57,8 @@ class ThreadWork(dist.Work):
 
     is_success = is_completed
 
-    def exception(self) -> None:
-        return None
-
     def result(self) -> list[Tensor]:
         return self._outputs
-
-    def source_rank(self) -> int:
-        return self._source()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Returns a future that is done: what waits for one in C++ would not let other ranks have their turn."""
@@ -290,7 +278,7 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         work = self._pairs[key]._issue(
             operation, sent.numel(), "", terms, sent, finish, True, sent.element_size(), either=True
         )
-        return ThreadWork([work], own, lambda: source)
+        return ThreadWork([work], own)
 
     # ------------------------------------------------------------ helpers
     def _issue(

@@ -33,8 +33,8 @@ the numbers of ranks, and how many tests went well with them.
   the column after it is `torch_tpu` itself, compiled for the CPU ([TPUs](TPU.md)). No TPU was used.
 {cuda}
 """
-_NO_CUDA = """- CUDA has no column: what ran on a GPU is in [GPUs](GPU.md). [Testing](TESTING.md) has what else was checked, and what not;
-  `make gpu` runs the tests on a machine that has one.
+_NO_CUDA = """- CUDA has no column: what ran on a GPU is in [GPUs](GPU.md). [Testing](TESTING.md) has what else was
+  checked, and what not; `make gpu` runs the tests on a machine that has one.
 """
 
 
