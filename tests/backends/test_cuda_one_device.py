@@ -44,8 +44,10 @@ def test_contract(over: str, program: Callable[..., Any]) -> None:
 
 @libraries
 @pytest.mark.parametrize("options", programs.OPTIONS)
-def test_fsdp(backend: str, pool: str, options: str) -> None:
-    rank_pool(2, pool).run(programs.train_fsdp, 2, "tied_across", options, backend)
+# one shard in a unit, and several that travel together
+@pytest.mark.parametrize("name", ["tied_across", "adapted"])
+def test_fsdp(backend: str, pool: str, name: str, options: str) -> None:
+    rank_pool(2, pool).run(programs.train_fsdp, 2, name, options, backend)
 
 
 @libraries
