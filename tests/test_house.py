@@ -21,14 +21,14 @@ PARTS = {
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_268,
-    "shardkit/optimizers": 541,
+    "shardkit/optimizers": 540,
     "shardkit/oss": 3_043,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
     "shardkit/torch_seams": 1_271,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_779,
+    "shardkit/training": 4_780,
     "shardkit/wrapping": 1_008,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -218,8 +218,7 @@ def _drawn(
 
     def draw() -> torch.Tensor:
         rows = [torch.randn(n, generator=generator, device="cpu") for n in numels]
-        rows = [row * scale for row, (_, scale) in zip(rows, parts, strict=True)]
-        return torch.cat(rows).to(device)
+        return torch.cat([row * scale for row, (_, scale) in zip(rows, parts, strict=True)]).to(device)
 
     return whole, draw(), [draw() for _ in range(_STEPS)]
 

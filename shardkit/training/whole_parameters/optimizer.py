@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import AdamW, Optimizer
 
-from ...backend import Group, ReduceOp
+from ...backend import Group, ReduceOp, not_compiled
 from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.flat_param import FlatParam
@@ -643,6 +643,7 @@ class WholeParameters(Optimizer):
         super().add_param_group(param_group)
 
     # ------------------------------------------------------------ stepping
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Tree] | None = None, **kwargs: object) -> Tree:  # type: ignore[override]
         """Updates all parameters (collective).
