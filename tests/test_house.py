@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_350,  # the files right there
     "shardkit/checkpoint": 6_576,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_464,
+    "shardkit/fsdp": 11_461,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_271,
+    "shardkit/torch_seams": 1_274,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_780,
     "shardkit/wrapping": 1_008,

@@ -448,10 +448,9 @@ class _LocalSteps:
 
 def _returned(listed: DTensor, local: nn.Parameter, before: StateDict, now: StateDict) -> StateDict:
     found: StateDict = {}
-    kind = type(listed)
     for key, value in now.items():
         old = before.get(key)
-        if type(old) is kind and old._local_tensor is value:
+        if type(old) is type(listed) and old._local_tensor is value:
             found[key] = old
         elif is_elementwise(key, value, local.shape):
             found[key] = like_dtensor(value, listed)

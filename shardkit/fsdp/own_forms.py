@@ -452,10 +452,8 @@ class FrozenParts(ExtendedParameter):
         self._size = -(-self.shape[0] // group.world_size)
         self._cut = [name for name in names if getattr(whole, name).shape[:1] == self.shape[:1]]
         self._kept = {n: getattr(whole, n).clone() for n in names if n not in self._cut}
-        first, shapes = (
-            min(group.rank * self._size, self.shape[0]),
-            {n: getattr(whole, n).shape for n in names},
-        )
+        first = min(group.rank * self._size, self.shape[0])
+        shapes = {n: getattr(whole, n).shape for n in names}
         self.spans = {n: (s, None if n in self._kept else first * s[1:].numel()) for n, s in shapes.items()}
         rows = slice(first, first + self._size)
         return self._of(*(getattr(whole, name)[rows].contiguous().clone() for name in self._cut))

@@ -586,8 +586,11 @@ def of_dtensors(kind: type, dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
-    """Returns a DTensor over this memory, which is laid out as another's, in a dtype of its own."""
-    return laid_out(local, other.device_mesh, other.placements, other.shape)
+    """Returns a DTensor over this memory, laid out as another's; on the host, too, where from_local would move it."""
+    stride = torch.empty(other.shape, device="meta").stride()
+    meta = other._spec.tensor_meta._replace(stride=stride, dtype=local.dtype)  # type: ignore[union-attr]
+    kind: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
+    return kind.__new__(kind, local, other._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)
 
 
 def _rows(mesh: DeviceMesh, shape: torch.Size, dim: int = 0) -> list[Placement]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardkit import FSDP, sharding_of, torch_fsdp2
+from shardkit import FSDP, OffloadPolicy, fully_shard, sharding_of, torch_fsdp2
 from shardkit.backend import get_backend
 from shardkit.errors import OutOfStepError
 from tests.backends import cuda_programs as programs
@@ -111,6 +111,33 @@ def test_moved_after_wrapping_and_offloaded() -> None:
     rank_pool(2, "late").run(
         programs.train_fsdp, 2, "adapted", "offloaded", "late"
     )  # two dtypes in one message
+
+
+def _offloaded_dtensors(rank: int, ranks: int) -> None:
+    """What an optimizer keeps of DTensors stays on the host with them."""
+    device = get_backend("late").device()
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 6)
+    model = copy.deepcopy(plain).to(device)
+    fully_shard(model, dtensors=True, offload=OffloadPolicy(parameters=True))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(3):
+        model(batch(rank, step).to(device)).square().mean().backward()
+        for r in range(ranks):
+            (plain(batch(r, step)).square().mean() / ranks).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = [value for state in optimizers[0].state.values() for value in state.values()]
+    assert {value.device.type for value in kept} == {"cpu"}
+    for name, value in sharding_of(model).export():
+        torch.testing.assert_close(value.cpu(), plain.state_dict()[name])
+
+
+@pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_kept_of_offloaded_dtensors(ranks: int) -> None:
+    rank_pool(ranks, "late").run(_offloaded_dtensors, ranks)
 
 
 def _in_another_order(rank: int, backend: str) -> str:
