@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
@@ -479,9 +480,12 @@ def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group) -> S
     kinds = {type(t) for t in named_parts("", whole).values()}
     if whole.is_meta or kinds != {torch.Tensor} or len(chunks) < group.world_size:
         return None
+    names, facts = whole.__tensor_flatten__()
+    if float in map(type, tree_leaves(facts)):
+        return None  # a scale, say: it would not be saved with them
     found, are_parts = Spans(), True
     chunks = [*chunks[: group.rank], own, *chunks[group.rank + 1 :]]
-    for name in whole.__tensor_flatten__()[0]:
+    for name in names:
         full, *parts = (getattr(each, name) for each in (whole, *chunks))
         is_cut = any(each.shape != full.shape for each in parts)
         fits = all(each.shape[1:] == full.shape[1:] for each in parts)

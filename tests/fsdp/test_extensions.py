@@ -259,12 +259,19 @@ def _refused(rank: int) -> None:
             refused()
 
 
+class Scaled(InHalf):
+    """Has a number beside its tensors."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_data"], {"scale": 2.0}
+
+
 def _not_saved(rank: int) -> None:
-    """Of what is trained only its class knows the rest; and parts that are not those of the whole."""
-    frozen, trained = Net(Columns), Net(InHalf)
-    for layer in frozen.layers[::2]:
+    """Of what is trained only its class knows the rest; parts that are not those of the whole; numbers beside them."""
+    frozen, scaled, trained = Net(Columns), Net(Scaled), Net(InHalf)
+    for layer in (*frozen.layers[::2], *scaled.layers[::2]):
         layer.requires_grad_(False)
-    for model in (fully_shard(frozen, dtensors=True), fully_shard(trained, dtensors=True)):
+    for model in (fully_shard(each, dtensors=True) for each in (frozen, scaled, trained)):
         for refused in (
             lambda model=model: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
             lambda model=model: sharding_of(model).sharded_state_dict(),
