@@ -587,7 +587,7 @@ def of_dtensors(kind: type, dtensor: type[torch.Tensor]) -> type[torch.Tensor]:
 
 def like_dtensor(local: torch.Tensor, other: DTensor) -> DTensor:
     """Returns a DTensor over this memory, laid out as another's; on the host, too, where from_local would move it."""
-    stride = torch.empty(other.shape, device="meta").stride()
+    stride = contiguous_strides(other.shape)
     meta = other._spec.tensor_meta._replace(stride=stride, dtype=local.dtype)  # type: ignore[union-attr]
     kind: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
     return kind.__new__(kind, local, other._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)
@@ -605,7 +605,7 @@ def laid_out(
     """Returns a DTensor of this shape whose part here this is."""
     from torch.distributed.tensor import DTensor
 
-    strides = torch.empty(shape, device="meta").stride()
+    strides = contiguous_strides(shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
