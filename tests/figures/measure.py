@@ -6,16 +6,17 @@ python -m tests.figures.measure --world-size 2 --implementations bare,shardkit,f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.figures.network import enter_private_network, loopback_bytes
 
-WARM, WIRE_STEPS = 2, 4
+WARM = 2
 SHORT = 16  # tokens: calls and bytes that are sent depend on parameters alone
 GROWING = 20  # layers in which something would grow
 MEMORY_ALONE = ("torch_fsdp2",)  # what is only the measure of another's memory
@@ -29,16 +30,20 @@ def _train_step(trainer: Any, model_name: str, count: int, rank: int, length: in
     trainer.zero_grad()
 
 
-def _wire_of_step(trainer: Any, model_name: str, rank: int, length: int) -> int:
-    """Bytes that all ranks send in a step."""
+@contextlib.contextmanager
+def _on_the_wire(sent: list[int], counts: bool) -> Iterator[None]:
+    """Adds the bytes that all ranks send inside, if asked to."""
     import torch.distributed as dist
 
+    if not counts:
+        yield
+        return
     dist.barrier()
     before = loopback_bytes()
     dist.barrier()
-    _train_step(trainer, model_name, WARM, rank, length)
+    yield
     dist.barrier()
-    return loopback_bytes() - before
+    sent.append(loopback_bytes() - before)
 
 
 def memory_of_step(rank: int, implementation: str, model_name: str) -> dict[str, int]:
@@ -68,13 +73,14 @@ def count_step(
     trainer = make(build(model_name))
     for count in range(WARM):
         _train_step(trainer, model_name, count, rank, length)
+    sent: list[int] = []
     with quiet_collector():
-        with OperationCounter(world_size) as operations:
+        with _on_the_wire(sent, wire), OperationCounter(world_size) as operations:
             _train_step(trainer, model_name, WARM, rank, length)
         counted = []
         # a thread of gloo's may hold a buffer a moment longer, and views of it are looked for
         for count in range(3):
-            with CallCounter() as calls:
+            with _on_the_wire(sent, wire), CallCounter() as calls:
                 _train_step(trainer, model_name, WARM + 1 + count, rank, length)
             counted.append(calls)
         calls = min(counted, key=lambda each: each.calls)
@@ -88,9 +94,8 @@ def count_step(
         "moved": operations.moved,
     }
     if wire:
-        # The least of some steps: on a busy machine the kernel now and then sends a packet twice.
-        steps = [_wire_of_step(trainer, model_name, rank, length) for _ in range(WIRE_STEPS)]
-        figures["wire"] = min(steps) / world_size
+        # The least of these steps: on a busy machine the kernel now and then sends a packet twice.
+        figures["wire"] = min(sent) / world_size
     del trainer
     gc.collect()
     figures |= memory_of_step(rank, implementation, model_name)
@@ -130,15 +135,6 @@ def wire_of_collectives(rank: int, sizes: list[int]) -> dict[str, float]:
     return found
 
 
-def _settled(live_bytes: Callable[[], int]) -> int:
-    """The least within half a second: a thread of gloo lets go of what a collective sent some time after it."""
-    least = live_bytes()
-    for _ in range(10):
-        time.sleep(0.05)
-        least = min(least, live_bytes())
-    return least
-
-
 def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
     """What grew from one step to ``steps`` later: bytes in tensors, Python objects."""
     from tests.figures.counters import live_tensor_bytes
@@ -152,7 +148,8 @@ def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
     def run(count: int) -> tuple[int, int]:
         for i in range(count):
             _train_step(trainer, "tinymlp", i, rank, 0)
-        return _settled(live_tensor_bytes), len(gc.get_objects())
+        time.sleep(0.5)  # a thread of gloo lets go of what a collective sent some time after it
+        return live_tensor_bytes(), len(gc.get_objects())
 
     before, after = run(10), run(steps)
     return {"bytes": after[0] - before[0], "objects": after[1] - before[1]}
