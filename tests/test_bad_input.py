@@ -156,7 +156,8 @@ def _survivor(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_rank_that_dies_during_backward(tmp_path: Any) -> None:
     # not through launch, which would end the survivors before they can say anything
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
     ranks = [context.Process(target=_survivor, args=(rank, 3, str(tmp_path))) for rank in range(3)]
     for process in ranks:
         process.start()

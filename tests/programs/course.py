@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .models import batch, loss_of, route
+from .models import batch, loss_of, route, seed_generators
 from .optimizers import OPTIMIZERS, SCHEDULERS, arguments_of, group_options, split_among_optimizers
 from .spec import Evaluate, Program, SetTrainable, Train
 
@@ -51,7 +51,7 @@ class Course:
         """Of a rank's batch; dropout masks depend on forward and rank only."""
         program = self.program
         x, y = (t.to(self.device) for t in batch(program.model, program.data_seed, count, rank))
-        torch.manual_seed(program.data_seed * 7919 + count * 97 + rank)
+        seed_generators(program.data_seed * 7919 + count * 97 + rank)
         return loss_of(
             model(x if dtype is None else x.to(dtype), route=route(program.routing, count, rank)), y
         )

@@ -172,6 +172,11 @@ class Model(nn.Module):
         return {"out": out}
 
 
+def seed_generators(seed: int) -> None:
+    """As ``torch.manual_seed``, which for devices that may come yet formats the stack: two milliseconds each time."""
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
+
+
 class Tree:
     """A model, with its modules by path.
 
@@ -180,7 +185,7 @@ class Tree:
     """
 
     def __init__(self, spec: ModelSpec, seed: int | None = None) -> None:
-        torch.manual_seed(spec.seed if seed is None else seed)
+        seed_generators(spec.seed if seed is None else seed)
         self.spec = spec
         self.modules: dict[Path, nn.Module] = {}
         model = Model([self._make((i,), node) for i, node in enumerate(spec.nodes)], spec.width)
