@@ -13,7 +13,7 @@ from torch import nn
 import shardkit
 from tests.pools import on_ranks, rank_pool
 
-DEPTH = 400
+DEPTH = 200
 
 
 class Level(nn.Module):
