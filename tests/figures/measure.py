@@ -11,7 +11,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tests.figures.network import enter_private_network, loopback_bytes
