@@ -162,6 +162,11 @@ DONE: Copy = _Done()
 """A work that needs no waiting."""
 
 
+_parts: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 class Group(OutsideGraphs, abc.ABC):
     """Ranks that communicate; every method below is a collective: all ranks call it in the same order.
 
@@ -199,6 +204,22 @@ class Group(OutsideGraphs, abc.ABC):
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int]) -> Group | None:
         """Makes a sub-group of these ranks, in ascending order (collective over this group); None on ranks outside."""
+
+    def part_of(self, parts: Iterable[Sequence[int]]) -> Group:
+        """Returns the sub-group of that one of these parts that this rank is in (collective; made once).
+
+        Raises:
+            ConfigurationError: it is in none of them.
+        """
+        known, key = _parts.setdefault(self, {}), tuple(map(tuple, parts))
+        if key not in known:
+            mine = [made for part in key if (made := self.new_group(part)) is not None]
+            if not mine:
+                raise ConfigurationError(
+                    f"rank {self.rank} is in none of the groups {[*map(list, key)]}; each rank has to be in one"
+                )
+            known[key] = mine[0]
+        return known[key]
 
     @not_compiled
     def all_gather_into(

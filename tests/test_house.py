@@ -12,11 +12,11 @@ LINES = 64_461  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_176,
-    "compat": 9_395,
-    "shardkit": 2_350,  # the files right there
-    "shardkit/checkpoint": 6_576,
+    "compat": 9_359,
+    "shardkit": 2_371,  # the files right there
+    "shardkit/checkpoint": 6_590,
     "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_465,
+    "shardkit/fsdp": 11_462,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -29,7 +29,7 @@ PARTS = {
     "shardkit/torch_seams": 1_274,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_780,
-    "shardkit/wrapping": 1_008,
+    "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

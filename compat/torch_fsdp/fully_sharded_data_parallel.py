@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
@@ -77,7 +76,7 @@ from shardkit.torch_seams.tensors import cut_rows, is_cut, mesh_over, move_buffe
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree
-from shardkit.wrapping.policies import adapt_policy
+from shardkit.wrapping.policies import AdaptedPolicy, adapt_policy
 
 from . import api
 
@@ -1037,50 +1036,37 @@ def wrap_below(
         WrapError: something is wrapped already.
         ConfigurationError: the policy is none.
     """
-    run = getattr(policy, "_run_policy", None)
-    if run is not None:  # an object of torch's, which plans with what is ignored here
-        policy = SimpleNamespace(
-            _run_policy=lambda root_module, **_: run(root_module, ignored.modules, arguments)
-        )
-    elif not callable(policy):
-        raise ConfigurationError(
-            f"auto_wrap_policy is {policy!r}; pass a policy of torch.distributed.fsdp.wrap, or a function "
-            "(module, recurse, nonwrapped_numel) -> bool"
-        )
     mixed: MixedPrecision | None = arguments["mixed_precision"]
-    full_precision = () if mixed is None else tuple(mixed._module_classes_to_ignore)
-    asked = _CorePolicy(root, policy, ignored, full_precision)
-    context = WrapContext(wrapper, kwargs=arguments, uncounted=frozenset(ignored.parameters))
+    asked = adapt_policy(policy, root, ignored.modules, arguments)
+    if mixed is not None and mixed._module_classes_to_ignore:
+        asked = _InFullPrecision(asked, tuple(mixed._module_classes_to_ignore))
+    context = WrapContext(
+        wrapper,
+        kwargs=arguments,
+        uncounted=frozenset(ignored.parameters),
+        ignored=frozenset(ignored.modules),
+        keeps_root=True,
+    )
     wrap_tree(root, asked, {}, context=context)
 
 
-class _CorePolicy:
-    """A policy as the core asks it; modules that stay in full precision are units of their own."""
+class _InFullPrecision(AdaptedPolicy):
+    """A policy by which modules that stay in full precision are units of their own."""
 
-    def __init__(
-        self, root: nn.Module, policy: object, ignored: Ignored, full_precision: Sequence[type[nn.Module]]
-    ) -> None:
-        self._policy = adapt_policy(policy, root)
-        self._ignored, self._full_precision = ignored, tuple(full_precision)
+    def __init__(self, policy: AdaptedPolicy, classes: tuple[type[nn.Module], ...]) -> None:
+        self._others, self._classes = policy, classes
         self._closed: set[nn.Module] = set()  # not looked into, but for what stays in full precision
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
-        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
-        if module in self._ignored.modules:
-            return False
-        if module not in self._closed and self._policy.descend(module, numel, is_root):
-            return True
-        self._closed.update(module.modules())
-        return bool(self._full_precision)
+        if module in self._closed or not self._others.descend(module, numel, is_root):
+            self._closed.update(module.modules())
+        return True
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
-        """See :class:`~shardkit.wrapping.policies.AdaptedPolicy`."""
-        if not is_root and isinstance(module, self._full_precision):
+        if isinstance(module, self._classes):
             _InFloat32(module)
             return {"mixed_precision": None}
-        if is_root or module in self._closed:
-            return None
-        return self._policy.arguments(module, numel, is_root)
+        return None if module in self._closed else self._others.arguments(module, numel, is_root)
 
 
 class _InFloat32:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from shardkit.backend import Backend, Group, backend_of_job, get_backend
-from shardkit.errors import ConfigurationError
-
-_made: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def current_backend() -> Backend:
@@ -47,19 +41,7 @@ def group_among(groups: Sequence[Sequence[int]]) -> Group:
         ConfigurationError: the rank is in none of them.
     """
     everyone = current_backend().group()
-    key = tuple(tuple(group) for group in groups)
-    known = _made.setdefault(everyone, {})
-    if key not in known:
-        mine = None
-        for ranks in key:
-            made = everyone if len(ranks) == everyone.world_size else everyone.new_group(ranks)
-            mine = made if made is not None else mine
-        if mine is None:
-            raise ConfigurationError(
-                f"rank {everyone.rank} is in none of the groups {[list(g) for g in groups]}; each rank has to be in one"
-            )
-        known[key] = mine
-    return known[key]
+    return everyone if [*map(len, groups)] == [everyone.world_size] else everyone.part_of(groups)
 
 
 # ------------------------------------------------------------ names of torch_xla

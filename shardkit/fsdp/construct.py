@@ -15,7 +15,6 @@ import functools
 import hashlib
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
@@ -864,20 +863,6 @@ def reconnect(state: ShardingState, process_group: ProcessGroup) -> None:
     state.unit.attach()
 
 
-_parts: weakref.WeakKeyDictionary[Group, dict[tuple[range, ...], Group]] = weakref.WeakKeyDictionary()
-
-
-def _part_of(group: Group, parts: Sequence[range]) -> Group:
-    """Returns the group of that one of these parts that this rank is in (collective; made once)."""
-    known, key = _parts.setdefault(group, {}), tuple(parts)
-    if key not in known:
-        mine = [made for part in parts if (made := group.new_group(part)) is not None]
-        if not mine:
-            raise ConfigurationError(f"rank {group.rank} is in none of the groups {parts}")
-        known[key] = mine[0]
-    return known[key]
-
-
 def post_forward_mesh(group: Group, count: int) -> Group:
     """Returns the group of ``count`` consecutive ranks that this rank belongs to (collective; made once for a group).
 
@@ -888,7 +873,7 @@ def post_forward_mesh(group: Group, count: int) -> Group:
         raise ConfigurationError(
             f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
         )
-    return _part_of(group, [range(first, first + count) for first in range(0, group.world_size, count)])
+    return group.part_of(range(first, first + count) for first in range(0, group.world_size, count))
 
 
 def hybrid_groups(
@@ -920,7 +905,7 @@ def hybrid_groups(
     everyone = backend_of_job(backend).group(group)
     shards = post_forward_mesh(everyone, shard_size)
     across = [range(offset, everyone.world_size, shard_size) for offset in range(shard_size)]
-    return shards, _part_of(everyone, across)
+    return shards, everyone.part_of(across)
 
 
 def begin_move(state: ShardingState) -> None:
@@ -959,18 +944,22 @@ def end_move(state: ShardingState) -> None:
         flat.param = param
         for place in flat.places:
             place.module._parameters[place.name] = param
-    if state.options.device is None:
-        shard = state.flats[0].param if state.flats else None
-        below = units_in(state.door, state) if shard is None else []  # they have moved before
-        kind = below[0].group.backend.device_type if below else "meta" if shard is None else shard.device.type
-        if kind not in (state.group.backend.device_type, "meta"):
-            connect(state, shard, [])
-            state.unit.replicas = state.replicas
-            for flat in state.flats:
-                flat.group = state.group
+    if state.options.device is None and _moved_to(state) not in (state.group.backend.device_type, "meta"):
+        connect(state, state.flats[0].param if state.flats else None, [])
+        state.unit.replicas = state.replicas
+        for flat in state.flats:
+            flat.group = state.group
     for flat in state.flats:
         flat.adopt()
     state.unit.attach()
+
+
+def _moved_to(state: ShardingState) -> str:
+    """Returns the type of device where a unit's shards are now; of one without any, that of units inside of it."""
+    if state.flats:
+        return state.flats[0].param.device.type
+    below = units_in(state.door, state)  # they have moved before
+    return below[0].group.backend.device_type if below else "meta"
 
 
 # ------------------------------------------------------------ copies

@@ -43,6 +43,8 @@ class WrapContext:
         kwargs: the wrapper's arguments, unless the module or the call say otherwise.
         prepare: applied to a module before it is wrapped.
         uncounted: parameters that no policy counts.
+        ignored: neither wrapped nor looked into.
+        keeps_root: the root of a tree stays as it is, whatever the policy says.
     """
 
     wrapper_cls: AnyCallable
@@ -50,6 +52,8 @@ class WrapContext:
     kwargs: Kwargs = field(default_factory=dict)
     prepare: Callable[[nn.Module], nn.Module] | None = None
     uncounted: frozenset[nn.Parameter] = frozenset()
+    ignored: frozenset[nn.Module] = frozenset()
+    keeps_root: bool = False
 
 
 # Ranks may be threads of one process, each building its own replica: the state belongs to the thread.
@@ -171,7 +175,7 @@ def wrap_tree(
             "there is nothing to wrap with outside of a `with enable_wrap(wrapper_cls=...)` block"
         )
     _check_nothing_is_wrapped(module, context.wrapper_cls)
-    tree = _Tree(module, context, adapt_policy(policy, module), overrides)
+    tree = _Tree(module, context, adapt_policy(policy, module, context.ignored, context.kwargs), overrides)
     built_together = getattr(context.wrapper_cls, "__dict__", {}).get("built_together")
     if built_together is None:
         wrapped, params = tree.visit(module, module_is_root)
@@ -238,7 +242,8 @@ class _Tree:
         replaced, params = module, self._params[module]
         # A set, not a count: parameters and modules that are shared are within a wrapper once.
         wrapped: frozenset[nn.Parameter] = frozenset()
-        if self._policy.descend(module, self.numel(params), is_root):
+        context = self._context
+        if module not in context.ignored and self._policy.descend(module, self.numel(params), is_root):
             for child in list(module.children()):
                 replacement, within = self.visit(child, False)
                 wrapped |= within
@@ -246,8 +251,10 @@ class _Tree:
                     for name in [n for n, m in module._modules.items() if m is child]:
                         self._replaced.append((module, name, child))
                         setattr(module, name, replacement)
-            arguments = self._policy.arguments(module, self.numel(params - wrapped), is_root)
+            is_kept = is_root and context.keeps_root
+            numel = self.numel(params - wrapped)
+            arguments = None if is_kept else self._policy.arguments(module, numel, is_root)
             if arguments is not None:
-                replaced, wrapped = _apply(self._context, module, arguments, self._overrides), params
+                replaced, wrapped = _apply(context, module, arguments, self._overrides), params
         self._done[module] = replaced, wrapped
         return replaced, wrapped

@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..types import AnyCallable, StateDict
+from ..types import AnyCallable, Kwargs, StateDict
 
 
 def default_auto_wrap_policy(
@@ -82,20 +82,9 @@ def config_auto_wrap_policy(
     return recurse or hasattr(module, "wrapper_config")
 
 
-@runtime_checkable
-class AdaptedPolicy(Protocol):
-    """A policy as :func:`~shardkit.wrapping.auto_wrap` asks it."""
+class AdaptedPolicy:
+    """A policy as :func:`~shardkit.wrapping.auto_wrap` asks it: of a callable, with the keywords that it accepts."""
 
-    def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
-        """Says whether to look at the children of ``module``, whose parameters have ``numel`` elements."""
-        ...
-
-    def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
-        """Returns the wrapper's arguments that the policy itself sets, or None if ``module`` is not to be wrapped."""
-        ...
-
-
-class _CallablePolicy:
     def __init__(self, policy: AnyCallable) -> None:
         self._policy = policy
         self._accepted, takes_anything = _keywords(policy)
@@ -115,13 +104,15 @@ class _CallablePolicy:
         return bool(self._policy(**{k: v for k, v in offered.items() if k in self._accepted}))
 
     def descend(self, module: nn.Module, numel: int, is_root: bool) -> bool:
+        """Says whether to look at the children of ``module``, whose parameters have ``numel`` elements."""
         return self._ask(module, True, numel, is_root)
 
     def arguments(self, module: nn.Module, numel: int, is_root: bool) -> StateDict | None:
+        """Returns the wrapper's arguments that the policy itself sets, or None if ``module`` is not to be wrapped."""
         return {} if self._ask(module, False, numel, is_root) else None
 
 
-class _PlannedPolicy:
+class _PlannedPolicy(AdaptedPolicy):
     """A policy object of torch that names its targets, and arguments for them, up front."""
 
     def __init__(self, targets: dict[nn.Module, StateDict]) -> None:
@@ -145,23 +136,29 @@ def _keywords(policy: AnyCallable) -> tuple[set[str], bool]:
     return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def adapt_policy(policy: object, root: nn.Module) -> AdaptedPolicy:
+def adapt_policy(
+    policy: object, root: nn.Module, ignored: Iterable[nn.Module] = (), arguments: Kwargs | None = None
+) -> AdaptedPolicy:
     """Makes one interface of any of the families of policies; returns what has it already.
+
+    Args:
+        root: of the tree, for policies that plan all of it, with what is ``ignored`` and the wrapper's ``arguments``.
 
     Raises:
         ConfigurationError: ``policy`` is neither a callable nor a policy object of torch.
     """
     if isinstance(policy, AdaptedPolicy):
         return policy
-    if callable(policy):
-        return _CallablePolicy(policy)
     plan = getattr(policy, "_run_policy", None)
-    if plan is None:
+    if plan is not None:
+        given = {"ignored_modules": set(ignored), "root_kwargs": arguments or {}}
+        return _PlannedPolicy(plan(root_module=root, **given))
+    if not callable(policy):
         raise ConfigurationError(
-            f"auto_wrap_policy={policy!r} is no policy; pass a callable (module, recurse, unwrapped_params, "
-            "module_is_root) -> bool, or a policy of torch.distributed.fsdp.wrap"
+            f"auto_wrap_policy={policy!r} is no policy; pass a callable (module, recurse, unwrapped_params or "
+            "nonwrapped_numel) -> bool, or a policy of torch.distributed.fsdp.wrap"
         )
-    return _PlannedPolicy(plan(root_module=root, ignored_modules=set(), root_kwargs={}))
+    return AdaptedPolicy(policy)
 
 
 def with_min_num_params(policy: object, min_num_params: float) -> Callable[..., bool]:

@@ -369,7 +369,7 @@ def _refused() -> None:
         ("not both", lambda: FSDP(net(), process_group=(1, 2), device_mesh=init_device_mesh("cpu", (1,)))),
         ("is a tuple of groups", lambda: FSDP(net(), process_group=(None, None))),
         ("sharding_strategy is", lambda: FSDP(net(), sharding_strategy="FULL_SHARD")),
-        ("auto_wrap_policy is", lambda: FSDP(net(), auto_wrap_policy=3)),
+        ("auto_wrap_policy=3", lambda: FSDP(net(), auto_wrap_policy=3)),
         ("ignored_states alone", lambda: FSDP(net(), ignored_modules=[], ignored_states=[])),
         ("are modules or", lambda: FSDP(net(), ignored_states=["first"])),
         ("can't wrap a module that", lambda: TORCHS(model, device_id=CPU)),

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import always_wrap_policy
 
 from shardkit.types import Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree
-from shardkit.wrapping.policies import adapt_policy, default_auto_wrap_policy
+from shardkit.wrapping.policies import default_auto_wrap_policy
 
 __all__ = [
     "always_wrap_policy",
@@ -89,15 +89,11 @@ def recursive_wrap(
     Raises:
         WrapError: a module is wrapped already.
     """
-    ignored = set(ignored_modules)
-    policy = adapt_policy(auto_wrap_policy, module)
-
-    def asked(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-        if recurse:
-            return module not in ignored and policy.descend(module, unwrapped_params, module_is_root)
-        if module_is_root and only_wrap_children:
-            return False
-        return policy.arguments(module, unwrapped_params, module_is_root) is not None
-
-    context = WrapContext(wrapper_cls, kwargs=kwargs, uncounted=frozenset(ignored_params))
-    return wrap_tree(module, asked, {}, context=context)
+    context = WrapContext(
+        wrapper_cls,
+        kwargs=kwargs,
+        uncounted=frozenset(ignored_params),
+        ignored=frozenset(ignored_modules),
+        keeps_root=only_wrap_children,
+    )
+    return wrap_tree(module, auto_wrap_policy, {}, context=context)

@@ -26,7 +26,7 @@ from ..files.loading import View
 from ..format import folders
 from ..format.folders import latest
 from ..format.manifest import NAME as MANIFEST
-from ..format.manifest import DamagedItem, damages, read_manifest, refuse_damage
+from ..format.manifest import DamagedItem, Manifest, damages, read_manifest, refuse_damage
 from ..format.metadata import METADATA, Chunk, Record, dotted, read_metadata
 from ..rank_states import equal
 from . import hugging_face, rank_files
@@ -376,16 +376,20 @@ def _of_shardkit(folder: str) -> Verified:
         result.look_at(os.path.join(folder, name), len(stored.items))
     result.damages += damages(folder, manifest)
     if not result.damages:
-        if METADATA not in manifest.files:
-            result.damages.append(DamagedItem(MANIFEST, None, f"doesn't name {METADATA}"))
-            return result
-        known = {
-            Record(file, i.offset, i.length, i.name) for file, f in manifest.files.items() for i in f.items
-        }
-        why = f"is in {METADATA}, and {MANIFEST} has no checksum of it"
-        unknown = [record for record in read_metadata(folder).records() if record not in known]
-        result.damages += [DamagedItem(record.file, record.name, why) for record in unknown]
+        result.damages += _not_listed(folder, manifest)
     return result
+
+
+def _not_listed(folder: str, manifest: Manifest) -> Iterator[DamagedItem]:
+    """Finds records in the table of contents that were not compared."""
+    if METADATA not in manifest.files:
+        yield DamagedItem(MANIFEST, None, f"doesn't name {METADATA}")
+        return
+    known = {Record(file, i.offset, i.length, i.name) for file, f in manifest.files.items() for i in f.items}
+    why = f"is in {METADATA}, and {MANIFEST} has no checksum of it"
+    for record in read_metadata(folder).records():
+        if record not in known:
+            yield DamagedItem(record.file, record.name, why)
 
 
 # ------------------------------------------------------------ without

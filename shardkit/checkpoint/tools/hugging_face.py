@@ -86,12 +86,7 @@ def read_safetensors(path: str) -> StateDict:
     """Reads the tensors of one file; a name that is noted as another one's (tied weights) is that one."""
     header, start = read_header(path)
     notes = header.pop(_NOTES, None) or {}
-    try:
-        facts = json.loads(notes.get(_CHUNKS, "{}"))
-        holds_parts = any(any(f["saved_offsets"]) for f in facts.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        holds_parts = True
-    if holds_parts:
+    if _holds_parts(notes):
         raise ConfigurationError(
             f"{path} holds parts of tensors, as torch's HuggingFaceStorageWriter leaves them; put them together with "
             "torch.distributed.checkpoint.HuggingFaceStorageWriter(enable_consolidation=True)"
@@ -158,6 +153,14 @@ def _tensor(path: str, name: str, facts: Tree, start: int) -> StoredTensor:
     place = FilePlace(path, start + begin)
     part = StoredPart(whole_box(shape), lambda: place)
     return StoredTensor(name, shape, dtype, (part,), dtype, (path, begin, end, shape))
+
+
+def _holds_parts(notes: dict[str, str]) -> bool:
+    try:
+        facts = json.loads(notes.get(_CHUNKS, "{}"))
+        return any(any(f["saved_offsets"]) for f in facts.values())
+    except (ValueError, KeyError, TypeError, AttributeError):  # notes of another form may say anything
+        return True
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

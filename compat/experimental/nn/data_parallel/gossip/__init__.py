@@ -456,15 +456,13 @@ class Nodes:
             )
         if ranks == 1:
             return cls(everyone, ranks, everyone, None)
-        local_rank, index = everyone.rank % ranks, everyone.rank // ranks
-        node: Group | None
         if own is not None:
-            node = backend.group(own)
+            node: Group = backend.group(own)
         else:
-            node = [everyone.new_group(range(i, i + ranks)) for i in range(0, size, ranks)][index]
+            node = everyone.part_of(range(i, i + ranks) for i in range(0, size, ranks))
         if masters is None:
             return cls(everyone, ranks, everyone.new_group(range(0, size, ranks)), node)
-        return cls(everyone, ranks, backend.group(masters) if local_rank == 0 else None, node)
+        return cls(everyone, ranks, backend.group(masters) if everyone.rank % ranks == 0 else None, node)
 
 
 # ------------------------------------------------------------ averages with some peers
