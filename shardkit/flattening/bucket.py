@@ -37,19 +37,30 @@ class Bucket:
         """
         self._build()
         self.buffer = self.buffer.to(device, dtype, non_blocking)
-        if keep_param_alignment and self._params:
+        if keep_param_alignment:
             self._reattach()
         return self
 
     def _build(self) -> None:
         """Takes the buffer again, where it was given up."""
 
-    def _reattach(self) -> None:
-        """Does nothing: of the basis, nothing is attached."""
+    def _attach(self, param: torch.Tensor) -> None:
+        """Makes the next part of the buffer what the bucket has of a parameter, and gives it the value of that."""
+        raise NotImplementedError(type(self).__name__)
 
-    def _check_in(self, param: torch.Tensor) -> None:
+    @torch.no_grad()
+    def _reattach(self) -> None:
+        self._fill = 0
+        for p in self._params:
+            self._attach(p)
+
+    @torch.no_grad()
+    def _add(self, param: torch.Tensor) -> None:
         if id(param) in self._param_ids:
             raise ConfigurationError(f"the parameter of shape {tuple(param.shape)} is in this bucket already")
+        self._attach(param)
+        self._params.append(param)
+        self._param_ids.append(id(param))
 
     def _take_part(self, param: torch.Tensor) -> torch.Tensor:
         """Returns the next part of the buffer, in the parameter's shape."""
@@ -68,33 +79,27 @@ class Bucket:
         self._fill = end
         return part
 
-    def _remember(self, param: torch.Tensor) -> None:
-        self._params.append(param)
-        self._param_ids.append(id(param))
-
 
 class ParamBucket(Bucket):
     """Parameters as views of one buffer; arguments as of :class:`Bucket`."""
 
-    @torch.no_grad()
     def add_param(self, param: torch.Tensor) -> None:
         """Makes the parameter a view of the buffer; it keeps its value.
 
         Raises:
             ConfigurationError: it is there already, does not fit, or is of another dtype or device.
         """
-        self._check_in(param)
-        part = self._take_part(param)
-        param.data = part.copy_(param)
-        self._remember(param)
+        self._add(param)
+
+    def _attach(self, param: torch.Tensor) -> None:
+        param.data = self._take_part(param).copy_(param)
 
     @torch.no_grad()
     def _reattach(self) -> None:
-        self._fill = 0
         for p in self._params:
-            # First in the buffer's dtype and device, since a view of it is taken in the parameter's.
+            # in the buffer's dtype and device, since a view of it is taken in the parameter's
             p.data = p.data.to(self.buffer)
-            p.data = self._take_part(p)
+        super()._reattach()
 
 
 class GradBucket(Bucket):
@@ -131,16 +136,13 @@ class GradBucket(Bucket):
         """Sets all gradients to zero."""
         self.buffer.zero_()
 
-    @torch.no_grad()
     def add_grad(self, param: torch.Tensor) -> None:
         """Makes the parameter's gradient a view of the buffer; it keeps its value (zero if there was none).
 
         Raises:
             ConfigurationError: it is there already, does not fit, or is of another dtype or device.
         """
-        self._check_in(param)
-        self._attach(param, keep=True)
-        self._remember(param)
+        self._add(param)
 
     @torch.no_grad()
     def collapse(self) -> None:
@@ -165,8 +167,7 @@ class GradBucket(Bucket):
             raise LifecycleError("there is nothing to rebuild: add_grad() was never called")
         if self._is_collapsed:
             self.buffer = self._params[0].new_zeros(self._max_size)
-            for p in self._params:
-                self._attach(p, keep=True)
+            self._reattach()
             self._is_collapsed = False
 
     def _build(self) -> None:
@@ -189,18 +190,10 @@ class GradBucket(Bucket):
         if not self.buffer.numel():
             raise LifecycleError("the bucket is collapsed; call rebuild() first")
 
-    @torch.no_grad()
-    def _reattach(self) -> None:
-        self._fill = 0
-        for p in self._params:
-            self._attach(p, keep=False)
-
-    def _attach(self, param: torch.Tensor, keep: bool) -> None:
+    def _attach(self, param: torch.Tensor) -> None:
         self._check_built()
         part = self._take_part(param)
         if param.grad is None:
             param.grad = part
             return
-        if keep:
-            part.copy_(param.grad)
-        param.grad.data = part
+        param.grad.data = part.copy_(param.grad)
