@@ -11,24 +11,24 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_461  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_176,
-    "compat": 9_359,
+    "backends": 7_179,
+    "compat": 9_357,
     "shardkit": 2_371,  # the files right there
     "shardkit/checkpoint": 6_590,
-    "shardkit/flattening": 837,
-    "shardkit/fsdp": 11_462,
+    "shardkit/flattening": 830,
+    "shardkit/fsdp": 11_459,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_268,
     "shardkit/optimizers": 540,
-    "shardkit/oss": 3_043,
+    "shardkit/oss": 3_051,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
     "shardkit/torch_seams": 1_274,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_780,
+    "shardkit/training": 4_781,
     "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

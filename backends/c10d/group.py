@@ -521,10 +521,13 @@ class C10dGroup(Group):
             self._turn(key)
 
     def _turn(self, key: Key) -> None:
-        """Orders a call that this rank's order of calls has not predicted."""
-        self._agree(key)
-        if self._order is not None:
-            self._order.turn(key)
+        """Orders a call that this rank's order of calls has not predicted; says what it has, if ranks part here."""
+        if (order := self._order) is not None:
+            operation, numel, label = key
+            for _, _, expected in order.history[order.next : order.next + 1]:
+                label += f", where {expected!r} came the last time"
+            self._agree((operation, numel, label))
+            order.turn(key)
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(

@@ -13,9 +13,10 @@ of sums is fixed. (Not where execution is lazy: who took part is not known then.
 before wrapping (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to
 treat matrices in another way: shards have one dimension.
 
-[Note: cleared] Before every step one thing is looked at: a gradient that a backward has left, and that is gone now, was
-cleared by the program. If one rank alone did that, ranks' parts of a flat parameter would go apart. So a rank says what
-is gone before it steps. Others say the same, or are in another call.
+[Note: one step] A rank that leaves a step out, by an error that the program catches, say, would go on with old shards
+beside the others' new ones. So ranks say that they step, in the channel that keeps an order: a comparison, in a step
+like the last. With it they say what was cleared: a gradient that a backward has left, and that is gone now. Others say
+the same, or are in another call.
 
 [Note: local steps] An optimizer that updates every element by itself gives the same results over a DTensor and over its
 local rows, and costs a fraction over these: of each operation, DTensor looks for the placements of what comes out. So
@@ -196,7 +197,9 @@ class _FirstSteps:
             listings = [listing for ref in refs if (listing := ref()) is not None]
             if listings:
                 looked.options.check(listings[0].group, optimizer.param_groups)
-                agree_on_cleared(listings)
+                first = listings[0].flat
+                is_in_backward = first.store.landing is not None and first.store.landing.then is not None
+                agree_on_step(listings, "" if is_in_backward or first in may_be_skipped else "a step")
         looked.saved = []  # of a step that was refused
         if looked.whole:
             looked.put_aside(optimizer, [flat for ref in looked.whole if (flat := ref()) is not None])
@@ -298,14 +301,15 @@ def _refuse_differences(optimizer: Optimizer, listed: list[Registered]) -> None:
         check_same_everywhere(ranks, [*facts, *params], "optimizers over the shards of one model")
 
 
-def agree_on_cleared(listings: Sequence[Registered], others: Iterable[str] = ()) -> None:
-    """Tells other ranks what this one has cleared; see [Note: cleared].
+def agree_on_step(listings: Sequence[Registered], what: str, others: Iterable[str] = ()) -> None:
+    """Tells other ranks that this one steps, and what it has cleared; see [Note: one step].
 
     Args:
-        others: what else was.
+        what: steps; "": nothing that ranks come to in one order, so that they tell only what they have cleared.
+        others: what else was cleared.
 
     Raises:
-        OutOfStepError: another rank's program has not cleared the same gradients.
+        OutOfStepError: another rank's program does not step now, or has not cleared the same gradients.
     """
     cleared = [*others]
     for listing in listings:
@@ -316,8 +320,9 @@ def agree_on_cleared(listings: Sequence[Registered], others: Iterable[str] = ())
             if any(not unused[k] for k in here or mine):
                 cleared.append(listing.label)
     if cleared:
-        channel = listings[0].group.channel("parameters")
-        channel.agree(f"a step without the gradients of {', '.join(cleared)}")
+        what = f"{what or 'a step'} without the gradients of {', '.join(cleared)}"
+    if what:
+        listings[0].group.channel("parameters").agree(what)
 
 
 def _refuse_coupled(optimizer: Optimizer) -> None:
@@ -609,7 +614,7 @@ class _StepsByUnit:
 
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _StepsByUnit] = weakref.WeakKeyDictionary()
-may_be_skipped: weakref.WeakSet[FlatParam] = weakref.WeakSet()  # by batches that are not through yet
+may_be_skipped: set[FlatParam] = set()  # by batches that are not through yet
 _scaling: dict[int, weakref.ref[GradScaler]] = {}  # by thread, what has scaled a loss since its last update
 
 

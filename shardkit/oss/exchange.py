@@ -462,6 +462,7 @@ class GradientExchange:
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self.group = group
+        self.left_out = 0  # forwards without a backward: errors that a program caught, say
         self._channel, self._order = group.channel("gradients"), group.channel("parameters")
         self.name = f"{type(module).__name__} {numbers_of([(group, run_id)])[0]}"
         self.policy = policy
@@ -616,6 +617,8 @@ class GradientExchange:
         self.state.raised = ""
         if not self.state.is_due:
             self.state.began = next(moments)
+        else:
+            self.left_out += 1
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
         if self.rounds is not None:
@@ -635,6 +638,7 @@ class GradientExchange:
     def fail_forward(self, error: BaseException) -> None:
         """Notes that a training forward raised: other ranks that wait for its backward may want to know."""
         leave(self._forwards.pop())
+        self.left_out += not self.state.accumulating
         self.state.raised = f"{type(error).__name__}: {error}"
 
     @not_compiled
@@ -664,6 +668,7 @@ class GradientExchange:
         if self._reducer is not None:
             self._reducer.abandon()
         self._buffers.changed = False
+        self.left_out = 0
 
     def _may_send(self) -> bool:
         self.state.sends_last()
@@ -698,6 +703,9 @@ class GradientExchange:
         with self.ranges.finish():
             for part in self._parts:
                 part.finish()
+        if self.left_out:
+            self._order.agree(f"a backward of {self.name} after {self.left_out} forwards that had none")
+            self.left_out = 0
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False

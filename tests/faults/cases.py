@@ -109,6 +109,16 @@ CASES = [
         "rank 0 raises in its backward, swallows the error and goes on with the next batch",
         "swallowed_and_on", "raised",
     ),
+    _parted(
+        "an error in the loss that is swallowed",
+        "rank 0 raises when it computes its loss, swallows the error and goes on with the next batch",
+        "raises_in_loss",
+    ),
+    _parted(
+        "an error before the optimizer that is swallowed",
+        "rank 0 raises between backward and step, swallows the error and goes on with the next batch",
+        "raises_before_step",
+    ),
     Case(
         "an error in forward, and silence",
         "rank 0 raises in its forward, swallows the error and sleeps",

@@ -197,6 +197,28 @@ def swallowed_and_on(rank: int, trainer: Trainer) -> None:
     dist.barrier()
 
 
+def _caught_and_on(rank: int, trainer: Trainer, after: str) -> None:
+    for batch in range(4):
+        with contextlib.suppress(ValueError):
+            loss = trainer.forward()
+            if rank == 0 and batch == 1 and after == "forward":
+                _raise(None)
+            loss.backward()
+            if rank == 0 and batch == 1:
+                _raise(None)
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    dist.barrier()
+
+
+def raises_before_step(rank: int, trainer: Trainer) -> None:
+    _caught_and_on(rank, trainer, "backward")
+
+
+def raises_in_loss(rank: int, trainer: Trainer) -> None:
+    _caught_and_on(rank, trainer, "forward")
+
+
 # ------------------------------------------------------------------ ranks and connections that end
 def _signalled(rank: int, trainer: Trainer, number: signal.Signals) -> None:
     trainer.step()

@@ -62,6 +62,15 @@ What is not covered:
 - `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all
   ranks get the owner's result. A rank that owns no gradient at all (there are more ranks than parameters) takes no part
   in `torch.nn.utils.clip_grad_norm_`: all raise OutOfStepError; `OSS.clip_grad_norm` asks all ranks.
+- What writes `param.grad` by itself in backward, as fused kernels of other libraries do, is not reduced by
+  `ShardedDDP`.
+- A tensor with a graph that leaves a module otherwise than in what it returns or keeps as an attribute (in a
+  generator, a closure, a global list), and through which alone backward comes to the unit, is not waited for: its
+  weights are not gathered again, and backward raises a LifecycleError that names rank and parameter. Return it.
+- A rank of `ShardedDDP` that catches an error in forward or in its loss and goes on is out of step, also if it goes
+  on with the same batch (anew, or in halves): nothing tells that from the next one. Evaluations there are in `eval()`
+  or without gradients: a forward with them that one rank alone runs counts as one whose backward was left out. Inside
+  of `no_sync` nothing is counted.
 - Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and
   state dicts of two models in another order are refused.)
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):

@@ -190,7 +190,8 @@ def _does(rank: int, what: str, kind: str) -> str:
                 optimizer.param_groups[0]["lr"] = 0.2
             if step == 1 and here and what == "cleared":
                 optimizer.param_groups[0]["params"][0].grad = None
-            optimizer.step()
+            if not (step == 1 and here and what == "step"):
+                optimizer.step()
         try:
             backend.mark_step(wait=True)
         except OutOfStepError as error:
@@ -207,6 +208,7 @@ def _does(rank: int, what: str, kind: str) -> str:
         ("lr", FSDP, "agreement on a step with other options than before: lr of group 0 0.2"),
         ("lr", OSS, "agreement on a step with other options than before: lr of group 0 0.2"),
         ("cleared", OSS, "agreement on a step with gradients: without those of parameters 0"),
+        ("step", FSDP, "agreement on a step"),
         ("cleared", FSDP, "agreement on a step without the gradients of parameters 0 of"),
     ],
 )  # fmt: skip

@@ -27,7 +27,7 @@ from ...backend import Group, ReduceOp, not_compiled
 from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.flat_param import FlatParam
-from ...fsdp.optimizer_check import agree_on_cleared
+from ...fsdp.optimizer_check import agree_on_step
 from ...fsdp.state import state_of
 from ...layout import Piece, buckets_by_size
 from ...optimizer_state.kinds import (
@@ -596,14 +596,14 @@ class WholeParameters(Optimizer):
     def _before_step(self) -> None:
         """Refuses options, or gradients, that one rank has changed: each owner would update with its own."""
         flats = shards_of(self._parts)
-        for group in self._groups.values():
+        for ranks, group in self._groups.items():
             mine = [f for f in flats if f.group is group]
             self._agreed.check(group, self.param_groups)
-            agree_on_cleared(
+            agree_on_step(
                 [listing for f in mine for listing in f.listings],
+                f"a step of {self._names[ranks]}",
                 [f"parameter {p.name!r}" for p in self._parts if p.is_cleared and p.flat in mine],
             )
-        self._agree("a step")
 
     def _changed(self) -> None:
         """Lets who keeps gathered values know that shards have others, which were written past their versions."""

@@ -1,0 +1,135 @@
+"""One rank leaves a step out, by an error that its program catches: all hear of it, and none of steps that all take."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard
+from shardkit.errors import ShardkitError
+from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.pools import on_ranks, rank_pool, run_once
+
+FSDPS = ("FSDP", "fully_shard", "torch_fsdp", "WholeParameters")
+BAD = 2  # the step in which rank 0 raises
+
+
+def _block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+
+def _made(door: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(_block(), _block())
+    if door == "ShardedDDP":
+        optimizer = OSS(model.parameters(), torch.optim.Adam, lr=0.1)
+        return ShardedDDP(model, optimizer), optimizer
+    wrap: Any = {"FSDP": FSDP, "torch_fsdp": TorchFSDP}.get(door, fully_shard)
+    options = {"dtensors": True} if door == "dtensors" else {}
+    if door != "one process":
+        model = wrap(nn.Sequential(*(wrap(block, **options) for block in model.children())), **options)
+    if door == "WholeParameters":
+        return model, WholeParameters(model, torch.optim.Adam, lr=0.1)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _x(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _ends(rank: int, door: str, where: str) -> str:
+    model, optimizer = _made(door)
+    try:
+        for step in range(6):
+            raises = rank == 0 and step == BAD
+            try:
+                if raises and where == "data":
+                    raise KeyError
+                if raises and where == "forward":
+                    model(_x(rank, step)[:, 1:])
+                loss = model(_x(rank, step)).square().mean()
+                if raises and where == "loss":
+                    raise KeyError
+                loss.backward()
+                if raises and where == "metric":
+                    raise KeyError
+                optimizer.step()
+            except (KeyError, RuntimeError) as error:
+                if isinstance(error, ShardkitError):
+                    raise
+            optimizer.zero_grad()
+            if where == "metric":
+                with torch.no_grad():
+                    model(_x(rank, step))
+    except ShardkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+WORDS = {"metric": "a step", "ShardedDDP": "after 1 forwards that had none"}
+# ShardedDDP's metric is in tests/faults/cases.py: devices with streams refuse an order across channels by themselves
+CASES = [(door, where) for door in FSDPS for where in ("metric", "loss", "forward")]
+CASES += [("ShardedDDP", "loss"), ("ShardedDDP", "forward")]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("door", "where"), CASES)
+def test_an_error_that_one_rank_catches(door: str, where: str, world_size: int) -> None:
+    for end in rank_pool(world_size, "simulated").run(_ends, door, where):
+        assert re.match(r"OutOfStepError: .*rank 0", end), end
+        assert re.search(WORDS.get(where, WORDS.get(door, "")), end), end
+
+
+@pytest.mark.parametrize(("door", "where"), [("dtensors", "metric"), ("ShardedDDP", "forward")])
+def test_it_over_gloo(door: str, where: str) -> None:
+    for end in run_once(2, "gloo", _ends, door, where):
+        assert re.match(r"OutOfStepError: .*rank 0", end), end
+        assert re.search(WORDS.get(where, WORDS.get(door, "")), end), end
+
+
+def _unlike_steps(rank: int, world_size: int, door: str) -> torch.Tensor:
+    """Steps that all ranks take, no two of them alike: accumulated, skipped, with a closure, by several optimizers."""
+    model, optimizer = _made(door)
+    ranks = range(world_size) if door == "one process" else [rank]
+
+    def backward(step: int, forwards: int = 1) -> torch.Tensor:
+        for _ in range(forwards - 1):  # whose backward never comes
+            model(_x(rank, step))
+        loss = sum((model(_x(r, step)).square().mean() for r in ranks), torch.zeros(())) / len(ranks)
+        loss.backward()
+        return loss
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward(7)
+
+    for step in range(12):
+        for micro in range(1 + step % 3):
+            backward(step + micro, 1 + step % 2)
+        if step % 4 != 3:  # where it is 3, a gradient was too large, on all ranks
+            optimizer.step()
+        if step == 5:
+            optimizer.step(closure)
+        if step == 8:
+            optimizer.step()
+            state = optimizer.state_dict(**({"all_ranks": True} if door == "ShardedDDP" else {}))
+            if door not in ("ShardedDDP", "WholeParameters"):
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        if door == "ShardedDDP" and rank == 0:  # which is no collective there
+            with torch.no_grad():
+                model(_x(rank, step))
+    with torch.no_grad():
+        return model(_x(0, 20))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("door", [*FSDPS, "ShardedDDP", "dtensors"])
+@on_ranks(2, 3)
+def test_steps_that_all_ranks_take(rank: int, world_size: int, door: str) -> None:
+    truth = _unlike_steps(rank, world_size, "one process")
+    torch.testing.assert_close(_unlike_steps(rank, world_size, door), truth, rtol=1e-4, atol=1e-5)
