@@ -22,7 +22,7 @@ from shardkit.xla import xla_model as xm
 from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.fsdp import consolidate_sharded_model_checkpoints
 from tests.backends.environments import environments
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 from tests.xla.models import batch, build
 
 EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
@@ -163,7 +163,7 @@ def _killed(rank: int, prefix: str) -> None:
 
 def test_a_save_that_was_killed_is_not_mixed_with_the_one_before(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
-        shardkit.launch(_killed, 2, backend="gloo", args=(f"{tmp_path}/ckpt",), timeout=400)
+        run_once(2, "gloo", _killed, f"{tmp_path}/ckpt")
     with pytest.raises(
         ConfigurationError, match=r"rank-0-of-2\.pth: .* after 2 backwards.*rank-1-of-2\.pth: .* after 1"
     ):
