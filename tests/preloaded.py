@@ -4,7 +4,7 @@ __all__ = ["hypothesis", "programs", "pytest", "shardkit", "torch"]
 
 import hypothesis
 import pytest
-import torch._dynamo  # by the first optimizer
+import torch._dynamo.backends.debugging  # by the first optimizer, and the first torch.compile
 import torch.distributed.fsdp
 
 import shardkit.fsdp

@@ -183,8 +183,7 @@ def test_fp32_copies(rank: int, flat: bool) -> None:
             c.grad = torch.full_like(c, float(rank + step))
         optimizer.step()
         net.perform_slowmo(optimizer, fp32_params={torch.float32: copies} if flat else copies)
-    # means of the gradients 1 2, 2 3; the first slow step adds no momentum
-    expected = start - 0.5 * (0.5 + 1.5)
+    # means of the gradients: 1.5 and 2.5; the first slow step adds no momentum
     expected = start - 0.5 * (1.5 + 2.5)
     got = copies if flat else torch.cat([c.view(-1) for c in copies])
     torch.testing.assert_close(got.detach(), expected)
