@@ -13,7 +13,7 @@ import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, cast
+from typing import TypedDict
 
 import torch
 
@@ -24,6 +24,7 @@ from shardkit.checkpoint.tools.rank_files import parameters_in
 from shardkit.checks import check_one_save
 from shardkit.errors import ConfigurationError, UntrustedFileError
 from shardkit.fsdp.state import clean
+from shardkit.types import SavedState, StateDict
 from shardkit.xla.ranks import rank_and_world_size
 
 __all__ = ["consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"]
@@ -34,46 +35,26 @@ _NOT_YET = (RuntimeError, EOFError, pickle.UnpicklingError, OSError)  # also tor
 _BETWEEN_LOOKS = 0.1  # s
 
 
-class ShardInfo(TypedDict):
-    """Describes a shard: size of the whole parameter, and its path within the wrapper."""
+class ShardMetadata(TypedDict, total=False):
+    """Says how a model's parameters lie in the shards of a rank's state dict. The last three torch_xla doesn't write.
 
-    _orig_size: torch.Size
-    _orig_name: str
+    Attributes:
+        shard_info: path of a wrapper -> name of a shard -> ``_orig_size`` of the whole parameter, and ``_orig_name``,
+            its path within the wrapper.
+        flatten_info: path of a flat parameter -> names, shapes and numels of the parameters in it.
+        buffer_info: path of a buffer -> ``_orig_dtype``, if it was cast.
+        shared_info: name of a weight that has several -> first name.
+        run_id, backwards: which run it was, and when.
+    """
 
-
-class BufferInfo(TypedDict):
-    """Describes a buffer that was cast."""
-
-    _orig_dtype: torch.dtype
-
-
-class _OfShardkit(TypedDict, total=False):
-    """Adds what torch_xla doesn't write: weights that have several names (name -> first name), and which run it was."""
-
+    shard_info: dict[str, dict[str, StateDict]]
+    flatten_info: dict[str, tuple[list[str], list[torch.Size], list[int]]]
+    buffer_info: dict[str, StateDict]
+    world_size: int
+    rank: int
     shared_info: dict[str, str]
     run_id: str
     backwards: int
-
-
-class ShardMetadata(_OfShardkit):
-    """Holds what is needed to put the shards of all ranks together.
-
-    Attributes:
-        shard_info: path of a wrapper -> name of a shard -> what is known of it.
-        flatten_info: path of a flat parameter -> names, shapes and numels of the parameters in it.
-        buffer_info: path of a buffer -> its dtype, if it was cast.
-    """
-
-    shard_info: dict[str, dict[str, ShardInfo]]
-    flatten_info: dict[str, tuple[list[str], list[torch.Size], list[int]]]
-    buffer_info: dict[str, BufferInfo]
-    world_size: int
-    rank: int
-
-
-class ShardCheckpoint(TypedDict):
-    model: Tensors
-    shard_metadata: ShardMetadata
 
 
 def consolidate_sharded_state_dicts(
@@ -109,7 +90,7 @@ def consolidate_sharded_state_dicts(
     return full
 
 
-def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, object]]:
+def _facts(checkpoint: SavedState) -> tuple[dict[str, object], dict[str, object]]:
     """Holds what is the same in the files of all ranks."""
     kinds: dict[str, object] = {
         k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in checkpoint["model"].items()
@@ -117,23 +98,23 @@ def _facts(checkpoint: ShardCheckpoint) -> tuple[dict[str, object], dict[str, ob
     return kinds, {k: v for k, v in checkpoint["shard_metadata"].items() if k != "rank"}
 
 
-def _read(path: str, version: tuple[int, int], trust_pickle: bool) -> ShardCheckpoint:
+def _read(path: str, version: tuple[int, int], trust_pickle: bool) -> SavedState:
     found = load(path, trust_pickle=trust_pickle)
     if not isinstance(found, Mapping) or not {"model", "shard_metadata"} <= found.keys():
         raise ConfigurationError(
             f"{path} has no model with shard_metadata, so it is no rank's part of a sharded model: it was "
             "saved without FSDP, or without model.get_shard_metadata() beside model.state_dict()"
         )
-    return cast(ShardCheckpoint, found)
+    return found
 
 
-def _all_ranks(pattern: str, target: str, read: Callable[[str], ShardCheckpoint]) -> list[ShardCheckpoint]:
+def _all_ranks(pattern: str, target: str, read: Callable[[str], SavedState]) -> list[SavedState]:
     """Reads the files of all ranks, in rank order; an earlier result, which may match the pattern, is left out."""
     paths = [p for p in sorted(glob.glob(pattern)) if os.path.abspath(p) != os.path.abspath(target)]
     if not paths:
         raise ConfigurationError(f"no file matches {pattern}")
-    files: dict[str, ShardCheckpoint] = {p: read(p) for p in paths}
-    by_rank: dict[int, ShardCheckpoint] = {}
+    files: dict[str, SavedState] = {p: read(p) for p in paths}
+    by_rank: dict[int, SavedState] = {}
     for path, checkpoint in files.items():
         rank, size = checkpoint["shard_metadata"]["rank"], checkpoint["shard_metadata"]["world_size"]
         if size != len(paths) or rank in by_rank:
@@ -189,7 +170,7 @@ def consolidate_sharded_model_checkpoints(
         wait = _PATIENCE if rank_and_world_size()[1] > 1 else 0.0
     deadline, kept = time.monotonic() + wait, functools.cache(_read)
 
-    def read(path: str) -> ShardCheckpoint:
+    def read(path: str) -> SavedState:
         facts = os.stat(path)
         return kept(path, (facts.st_mtime_ns, facts.st_ino), trust_pickle)  # anew once it has changed
 

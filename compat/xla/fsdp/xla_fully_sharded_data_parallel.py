@@ -26,7 +26,7 @@ from shardkit.torch_seams.wrappers import versions_of
 from shardkit.types import StateDict, Tree
 from shardkit.xla.ranks import current_backend, group_among
 
-from .state_dict_utils import BufferInfo, ShardInfo, ShardMetadata
+from .state_dict_utils import ShardMetadata
 from .wrap import recursive_wrap
 
 __all__ = ["TrainingState", "XlaFullyShardedDataParallel"]
@@ -254,8 +254,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         shared: dict[str, str] = {}
         for path, m in self._holders(every_name=True):
             path = in_state_dict(path)
-            infos: dict[str, ShardInfo] = {}
-            found["shard_info"][path] = infos
+            infos = found["shard_info"].setdefault(path, {})
             before = f"{path}." if path else ""
             for s in m._shards:
                 infos[s.name] = {"_orig_size": s.size, "_orig_name": s.original}
@@ -268,8 +267,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             dtypes = {id(at._buffers.get(n)): dtype for (at, n), dtype in m._state.buffer_dtypes.items()}
             for name, buffer in m.named_buffers():
                 if id(buffer) in dtypes:
-                    info: BufferInfo = {"_orig_dtype": dtypes[id(buffer)]}
-                    found["buffer_info"][in_state_dict(before + name)] = info
+                    found["buffer_info"][in_state_dict(before + name)] = {"_orig_dtype": dtypes[id(buffer)]}
         if shared:
             found["shared_info"] = shared
         found["run_id"], found["backwards"] = self._state.run_id, self._state.unit.backwards
