@@ -12,11 +12,11 @@ LINES = 64_461  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_179,
-    "compat": 9_357,
+    "compat": 9_342,
     "shardkit": 2_371,  # the files right there
     "shardkit/checkpoint": 6_590,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_459,
+    "shardkit/fsdp": 11_454,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_274,
+    "shardkit/torch_seams": 1_294,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_781,
     "shardkit/wrapping": 1_012,

@@ -18,7 +18,7 @@ from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, place
 from ..layout import Piece
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
-from ..torch_seams.tensors import is_dtensor, named_parts
+from ..torch_seams.tensors import facts_beside, is_dtensor, named_parts
 from ..types import StateDict, Tree
 
 EXTRA = "_extra_state"
@@ -115,7 +115,7 @@ class ModelState:
             raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
         if is_dtensor(value):
             return {name: of_dtensor(name, value, self.ranks)}
-        parts = named_parts(name, value)
+        parts = named_parts(name, value, facts_beside(value))
         if any(map(is_traceable_wrapper_subclass, parts.values())):
             refuse_class(name, value)
         # buffers may differ between ranks: those of the first count, as in state dicts

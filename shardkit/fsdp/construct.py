@@ -359,11 +359,11 @@ def _facts(units: Sequence[Found]) -> Facts:
             p: Tree = original.param
             shape = "no shape yet" if original.is_lazy else tuple(original.shape)
             kind = "trainable" if p.requires_grad else "frozen"
-            within = original.within if isinstance(original, SplitParameter) else None
-            cut = () if within is None else (str(within.placements),)
+            cut = () if original.within is None else (str(original.within.placements),)
             along = (f"cut along dimension {original.dim}",) if original.dim else ()
             computed = ("computed with as it is",) if original.keeps_dtype else ()
-            facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along, *computed)))
+            own = (original.facts,) if isinstance(original, ExtendedParameter) else ()  # nobody sends these
+            facts.append((original.name + unit, (shape, str(p.dtype), kind, *cut, *along, *computed, *own)))
         o = found.state.options
         if o is not told:  # units that one call makes have the same
             told = o
@@ -610,7 +610,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
         apart = [o for o in found.originals if o.is_apart]
         refuse_split(apart, "offloading", "Leave offload out")
     for original in found.originals:
-        if isinstance(original, SplitParameter) and original.within is not None:
+        if original.within is not None:
             check_within(original.name, original.within, mesh, original.dim)
         if original.dim:
             _check_dimension(found, original)

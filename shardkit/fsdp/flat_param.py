@@ -59,7 +59,6 @@ from ..types import StateDict, Tree
 from .originals import (
     OriginalParameter,
     Place,
-    SplitParameter,
     as_tensors,
     backward_when_summoned,
     hide,
@@ -189,7 +188,7 @@ class RegisteredShard:
         """Whether a rank before this one has the same part."""
         mesh = mesh_of(self.flat.originals)
         at = () if mesh is None else mesh.get_coordinate() or ()
-        within = self.original.within if isinstance(self.original, SplitParameter) else None
+        within = self.original.within
         cut = [placement.is_shard() for placement in (() if within is None else within.placements)]
         is_repeated = any(rank and not is_cut for rank, is_cut in zip_longest(at, cut))
         return is_repeated or (self.layout.copies and self.group.rank > 0)
@@ -215,8 +214,7 @@ class RegisteredShards:
         for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
             spec = None
             if mesh is not None:
-                within = original.within if isinstance(original, SplitParameter) else None
-                dtensor = part_here(shard, mesh, original.shape, within, original.dim)
+                dtensor = part_here(shard, mesh, original.shape, original.within, original.dim)
                 spec, one = dtensor._spec, one._replace(shape=tuple(dtensor._local_tensor.shape))
             self.each.append(RegisteredShard(flat, number, one, shard, spec))
         self._note_cut(shard.numel())

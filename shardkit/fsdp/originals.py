@@ -185,7 +185,8 @@ class OriginalParameter:
         store: of a kind of its own, where it has one.
         is_apart: its values are in no shard.
         listed_as: whose methods what modules list of it has, too.
-        mesh: over which tensor parallelism has cut it, if it has.
+        within: how tensor parallelism has cut it, along the dimensions of its mesh that are not for data, if it has.
+        mesh: of these dimensions.
         home: number of the module that its name is of, where several modules are one unit.
         is_away: it was tied, and untied where its name is, so that other units alone have it.
         name: path in that module, the first where it has several.
@@ -198,6 +199,7 @@ class OriginalParameter:
     store: type[Store] | None = None
     is_apart = False
     listed_as: type | None = None
+    within: DTensorSpec | None = None
     mesh: DeviceMesh | None = None
     is_lazy = is_away = keeps_dtype = False
     dim = 0
@@ -246,15 +248,10 @@ class OriginalParameter:
 
 
 class SplitParameter(OriginalParameter):
-    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter.
-
-    Attributes:
-        within: how all of it is cut along the dimensions of its mesh that are not for data, if it has such.
-    """
+    """One that tensor parallelism has cut: a DTensor, whose local tensor lies in the flat parameter."""
 
     beside = "is cut over further ranks by tensor parallelism"
     param: Any
-    within: DTensorSpec | None
 
     def __init__(self, param: DTensor, place: Place, home: int = 0, whole: WholeMesh | None = None) -> None:
         self.param, self.places, self.home = param, [place], home

@@ -19,8 +19,9 @@ over this rank's part, of that class, and there is no shard in memory. Before ea
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
 A frozen parameter of a class that says no more than which tensors it is made of travels as their rows.
-What is frozen and made of tensors is saved as these, if those of all ranks, end to end, are those of the whole (NF4's
-blocks), and exported as it is gathered. Of one that is trained only its class knows what an optimizer keeps.
+What is frozen and made of tensors is saved as these, under names that say what the whole is beside them, if those of
+all ranks, end to end, are those of the whole (NF4's blocks), and exported as it is gathered. Of one that is trained
+only its class knows what an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from ..backend import DONE, Group
 from ..checks import check_same_everywhere
@@ -43,7 +43,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..layout import Piece, ShardLayout
 from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
-from ..torch_seams.tensors import contiguous_strides, is_dtensor, named_parts, parts_with_memory
+from ..torch_seams.tensors import contiguous_strides, facts_beside, is_dtensor, named_parts, parts_with_memory
 from ..types import Tree
 from .originals import (
     GatheredParameter,
@@ -351,6 +351,7 @@ class ExtendedParameter(OriginalParameter):
         part: this rank's rows; all of them until they are cut.
         memory: of what was made of them, and is given back.
         spans: of each tensor that it is made of the shape, and where this rank's begins; None: every rank has all.
+        facts: what the whole is beside these tensors; None where that can't be told.
     """
 
     spans: Spans | None = None
@@ -361,6 +362,7 @@ class ExtendedParameter(OriginalParameter):
     def __init__(self, param: nn.Parameter, place: Place, home: int = 0) -> None:
         super().__init__(param, place, home)
         self.part: Tree = param.detach()
+        self.facts = facts_beside(param)
         self.memory: list[torch.Tensor] = []
 
     @property
@@ -395,15 +397,16 @@ class ExtendedParameter(OriginalParameter):
         chunks, rank = torch.chunk(whole, group.world_size), group.rank
         rows = chunks[rank].size(0) if rank < len(chunks) else 0
         part = whole.new_zeros(chunks[0].size()).narrow(0, 0, rows)
+        of_zeros = facts_beside(part)
         if rows:
             part.copy_(chunks[rank])
-        self.spans = _spans_of(whole, chunks, part, group)
+        self.spans = _spans_of(whole, chunks, part, group, facts_beside(part) == of_zeros)
         return part
 
     def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
         """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
-        spans = (self.spans or {}).values()
-        for (shape, start), (full, t) in zip(spans, named_parts(name, self.part).items(), strict=True):
+        spans, parts = (self.spans or {}).values(), named_parts(name, self.part, self.facts)
+        for (shape, start), (full, t) in zip(spans, parts.items(), strict=True):
             yield full, shape, t.view(-1), None if start is None else Piece(0, start, 0, 0, t.numel())
 
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -475,17 +478,14 @@ class FrozenParts(ExtendedParameter):
         return self._of(*(output[: self.shape[0]] for output in outputs)), ()
 
 
-def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group) -> Spans | None:
-    """Returns how tensors that these are made of are cut; None where ranks have other parts of them (collective)."""
+def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group, are_parts: bool) -> Spans | None:
+    """Returns how tensors that these are made of are cut; None where a rank's are no parts of them (collective)."""
     kinds = {type(t) for t in named_parts("", whole).values()}
     if whole.is_meta or kinds != {torch.Tensor} or len(chunks) < group.world_size:
         return None
-    names, facts = whole.__tensor_flatten__()
-    if float in map(type, tree_leaves(facts)):
-        return None  # a scale, say: it would not be saved with them
-    found, are_parts = Spans(), True
+    found = Spans()
     chunks = [*chunks[: group.rank], own, *chunks[group.rank + 1 :]]
-    for name in names:
+    for name in whole.__tensor_flatten__()[0]:
         full, *parts = (getattr(each, name) for each in (whole, *chunks))
         is_cut = any(each.shape != full.shape for each in parts)
         fits = all(each.shape[1:] == full.shape[1:] for each in parts)
@@ -499,7 +499,7 @@ def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group) -> S
 
 def is_in_parts(original: OriginalParameter) -> TypeGuard[ExtendedParameter]:
     """Whether it is saved as the tensors that it is made of."""
-    is_known = isinstance(original, ExtendedParameter) and original.spans is not None
+    is_known = isinstance(original, ExtendedParameter) and None not in (original.spans, original.facts)
     return is_known and not original.param.requires_grad
 
 

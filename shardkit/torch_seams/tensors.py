@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -225,12 +226,31 @@ def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
             yield from parts_with_memory(part)
 
 
-def named_parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale"); others as it is."""
-    if type(value) is torch.Tensor or not is_traceable_wrapper_subclass(value):
+def named_parts(name: str, value: torch.Tensor, facts: str | None = "") -> dict[str, torch.Tensor]:
+    """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale") with ``facts`` behind;
+    others, and those whose facts are not known, as they are.
+    """
+    if facts is None or not is_traceable_wrapper_subclass(value):
         return {name: value}
     path, dot, last = name.rpartition(".")
-    return {f"{path}{dot}_{last}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+    names = value.__tensor_flatten__()[0]
+    return {f"{path}{dot}_{last}_{part}{facts}": getattr(value, part) for part in names}
+
+
+# of what classes say of themselves: what is nobody's value, and what doesn't say what it is
+_NO_VALUE = re.compile(r"device\(type='\w+'(, index=\d+)?\)|requires_grad=\w+| at 0x[0-9a-f]+")
+_UNTOLD = re.compile(r"tensor\(|array\(|<lambda>| object at 0x")
+
+
+def facts_beside(value: Tree) -> str | None:
+    """Says what one of a wrapping class is beside its tensors, alike on any device; None where that can't be told."""
+    if not is_traceable_wrapper_subclass(value):
+        return ""
+    names, context = value.__tensor_flatten__()
+    dtypes = {name: getattr(value, name).dtype for name in names}
+    numbers = {n: number for n, number in sorted(vars(value).items()) if type(number) in (int, float)}
+    facts = f" of {type(value).__qualname__} as {value.dtype}, {dtypes} with {context!r}, {numbers}"  # type: ignore[attr-defined]
+    return None if _UNTOLD.search(facts) else _NO_VALUE.sub("", facts)
 
 
 def copied(value: Tree) -> torch.Tensor:

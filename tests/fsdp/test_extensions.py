@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 import shardkit
 from shardkit import fully_shard, sharding_of
 from shardkit.checkpoint.tools.hugging_face import read_weights
-from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
+from shardkit.errors import ConfigurationError, LifecycleError, RankFailedError, RankMismatchError
 from shardkit.torch_seams.tensors import named_parts
 from tests.beside import batch
 from tests.pools import on_ranks, rank_pool
@@ -259,19 +259,53 @@ def _refused(rank: int) -> None:
             refused()
 
 
-class Scaled(InHalf):
-    """Has a number beside its tensors."""
+class Fitted(InHalf):
+    """Has a number beside its tensors that follows from their values."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_data"], {"scale": 2.0}
+        return ["_data"], {"scale": float(self._data.abs().max())}
+
+
+class Untold(InHalf):
+    """Has something beside its tensors that does not say what it is."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_data"], object()
+
+
+class Zeroed(InHalf):
+    """Has a zero point beside its tensors, which all that is made of it has; or as an attribute alone."""
+
+    zero, says = 3, True
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if not self.says:
+            self.hidden = self.zero
+        return ["_data"], {"zero": self.zero} if self.says else None
+
+
+class OtherZero(Zeroed):
+    zero = 4
+
+
+class HiddenZero(Zeroed):
+    says = False
+
+
+class OtherHidden(OtherZero):
+    says = False
+
+
+for _kind in (OtherZero, HiddenZero, OtherHidden):  # classes of one name
+    _kind.__qualname__ = "Zeroed"
 
 
 def _not_saved(rank: int) -> None:
-    """Of what is trained only its class knows the rest; parts that are not those of the whole; numbers beside them."""
-    frozen, scaled, trained = Net(Columns), Net(Scaled), Net(InHalf)
-    for layer in (*frozen.layers[::2], *scaled.layers[::2]):
-        layer.requires_grad_(False)
-    for model in (fully_shard(each, dtensors=True) for each in (frozen, scaled, trained)):
+    """Of what is trained only its class knows the rest; parts that are not those of the whole; facts that are not."""
+    trained, frozen = Net(InHalf), [Net(kind) for kind in (Columns, Fitted, Untold)]
+    for each in frozen:
+        each.layers.requires_grad_(False)
+    for model in (fully_shard(each, dtensors=True) for each in (*frozen, trained)):
         for refused in (
             lambda model=model: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
             lambda model=model: sharding_of(model).sharded_state_dict(),
@@ -279,6 +313,65 @@ def _not_saved(rank: int) -> None:
         ):
             with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
                 refused()
+
+
+def _zeroed(kind: Any, sharded: bool) -> Net:
+    model = Net(kind)
+    model.layers.requires_grad_(False)
+    return fully_shard(model, dtensors=True) if sharded else model  # type: ignore[no-any-return]
+
+
+def _restored_into_another(rank: int, folders: str, kind: Any, other: Any, sharded: bool) -> None:
+    folder = f"{folders}/{kind.says}{sharded}"
+    saved, model = _zeroed(kind, sharded), _zeroed(other, sharded)
+    shardkit.save(folder, step=1, model=saved)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    before = {n: t.clone() for n, t in _plain(model).items()}
+    said = r"not in the checkpoint are layers\.0\._weight__data of Zeroed .*4.*; not in the model are .*3"
+    with pytest.raises(ConfigurationError, match=said):
+        shardkit.restore(folder, model=model)
+    if sharded:
+        dcp.save({"m": sharding_of(saved).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*_weight__data of Zeroed .*4"):
+            dcp.load({"m": sharding_of(model).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+    _same(_plain(model), before)
+    again = _zeroed(kind, sharded)
+    nn.init.zeros_(again.head.bias)
+    shardkit.restore(folder, model=again)
+    _same(_plain(again), _plain(saved))
+
+
+def _facts_are_compared(rank: int, folders: str) -> None:
+    """What stands beside tensors is that of the checkpoint's, or nothing is restored; the same on all ranks."""
+    with pytest.raises(RankMismatchError, match=r"layers\.0\.weight.*Zeroed .*'zero': 3"):
+        fully_shard(Net(OtherZero if rank else Zeroed), dtensors=True)
+    for sharded in (True, False):
+        _restored_into_another(rank, folders, Zeroed, OtherZero, sharded)
+        _restored_into_another(rank, folders, HiddenZero, OtherHidden, sharded)
+
+
+def _names_are_told_apart(rank: int, folder: str) -> None:
+    """A buffer, or a parameter, has the name that torchao gives to a part of another."""
+    for sharded, is_buffer in ((False, True), (True, True), (True, False), (False, False)):
+        saved, model = Net(Zeroed), Net(Zeroed)
+        for k, each in enumerate((saved, model)):
+            each.layers.requires_grad_(False)
+            taken = nn.Parameter(torch.full((5,), float(k)), requires_grad=not is_buffer)
+            if is_buffer:
+                each.layers[0].register_buffer("_weight__data", taken.data)
+            else:
+                each.layers[0].register_parameter("_weight__data", taken)
+            if sharded:
+                fully_shard(each, dtensors=True)
+        nn.init.zeros_(model.head.bias)
+        place = f"{folder}/names{sharded}{is_buffer}"
+        shardkit.save(place, step=1, model=saved)
+        shardkit.restore(place, model=model)
+        _same(_plain(model), _plain(saved))
+        assert not any(b.any() for b in model.buffers())
+        if sharded:
+            assert len(sharding_of(model).sharded_state_dict()) == 7
 
 
 def _frozen(rank: int) -> None:
@@ -371,6 +464,39 @@ def test_training_beside_fsdp2(rank: int) -> None:
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
     for part in (_metadata, _in_other_ways, _torchaos, _refused, _not_saved, _frozen):
         part(rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_stands_beside_tensors_is_compared(ranks: int, tmp_path: Path) -> None:
+    rank_pool(ranks).run(_facts_are_compared, str(tmp_path))
+    rank_pool(ranks).run(_names_are_told_apart, str(tmp_path))
+
+
+def _weights_written(rank: int, folder: str) -> None:
+    """Nothing is written where two tensors have one name; kinds of one name are told apart by their dtypes."""
+    model = _quantized("float8 row", 0)
+    model[2]._weight_scale = nn.Parameter(torch.ones(2))
+    fully_shard(model, dtensors=True)
+    kind = RankFailedError if rank else ConfigurationError
+    with pytest.raises(kind, match=r"a tensor's name is '2\._weight_scale', which another one"):
+        shardkit.save_weights(model, f"{folder}/files")
+    assert not Path(folder, "files").exists()
+    shardkit.save(folder, step=1, model=_sharded_anew("float8 row", 0))
+    for sharded in (True, False):
+        model = _quantized("float8 row", 1)
+        for layer in model[1:3]:
+            half = type(layer.weight).from_hp(layer.weight.dequantize().bfloat16())
+            layer.weight = nn.Parameter(half, requires_grad=False)
+        if sharded:
+            fully_shard(model, dtensors=True)
+        said = r"not in the checkpoint are 1\._weight_qdata of Float8Tensor .*bfloat16.*; not in the model .*float32"
+        with pytest.raises(ConfigurationError, match=said):
+            shardkit.restore(folder, model=model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="where torch is older")
+def test_names_and_facts_of_quantized_weights(tmp_path: Path) -> None:
+    rank_pool(2).run(_weights_written, str(tmp_path))
 
 
 def _quantized(kind: str, seed: int) -> nn.Sequential:

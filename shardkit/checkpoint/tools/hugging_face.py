@@ -236,9 +236,9 @@ class SafetensorsFiles:
         """Writes a tensor, whose bytes come in blocks."""
         if dtype not in _NAMES:
             raise ConfigurationError(f"{name!r} is of dtype {dtype}, which safetensors files can't hold")
-        if name == _NOTES:
+        if name == _NOTES or name in self._aside:
             raise ConfigurationError(
-                f"a tensor's name is {name!r}, which safetensors files have for their notes; give it another one"
+                f"a tensor's name is {name!r}, which another one (a part of a weight) or a file's notes have; change it"
             )
         nbytes, entry = math.prod(shape) * dtype.itemsize, len(json.dumps(name)) + 21 * len(shape) + 100
         if (self._end and self._end + nbytes > self._most) or (
