@@ -71,6 +71,8 @@ What is not covered:
   on with the same batch (anew, or in halves): nothing tells that from the next one. Evaluations there are in `eval()`
   or without gradients: a forward with them that one rank alone runs counts as one whose backward was left out. Inside
   of `no_sync` nothing is counted.
+- Replicas of shards that one rank holds alone (`NO_SHARD`, a mesh of (replicas, 1)): a step that one rank leaves out is
+  not noticed. Where shards are cut, the ranks that hold the others' parts notice it.
 - Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and
   state dicts of two models in another order are refused.)
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
