@@ -285,7 +285,7 @@ class GradientPack(ABC):
             items = here if len(flats) == 1 else [k - first for k in here if k in own]
             self._parts.append((f, first, start, items))
             if f.layout.runs > 1:
-                self._in_runs += [(first + k, one) for k, one in enumerate(f.layout.blocks) if one.runs > 1]
+                self._in_runs += [(first + k, one) for k, one in f.layout.blocks if one.runs > 1]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._lay_out()
 

@@ -147,12 +147,12 @@ def own_shard(values: torch.Tensor, layout: ShardLayout, group: Group) -> torch.
     """Returns this rank's shard [S] of a flat parameter's values, items in their places; a view where possible."""
     if type(layout) is ShardLayout and layout.runs == 1 and not layout.copies:
         return own_part(values, group)
-    blocks = values.split([block.padded_numel for block in layout.blocks])
+    blocks = values.split([block.padded_numel for _, block in layout.blocks])
     parts = [
         block[:1]
         if alone.copies
         else own_part(block if alone.runs == 1 else rank_by_rank(block, alone), group)
-        for block, alone in zip(blocks, layout.blocks, strict=True)
+        for block, (_, alone) in zip(blocks, layout.blocks, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -178,9 +178,10 @@ class Unpacking:
     """
 
     def __init__(self, layout: ShardLayout, full: torch.Tensor) -> None:
-        world_size, self._sizes = layout.world_size, [block.shard_numel for block in layout.blocks]
-        items = full.split([block.padded_numel for block in layout.blocks])
-        self._places = [_as_parts(item, block) for item, block in zip(items, layout.blocks, strict=True)]
+        world_size, blocks = layout.world_size, [block for _, block in layout.blocks]
+        self._sizes = [block.shard_numel for block in blocks]
+        items = full.split([block.padded_numel for block in blocks])
+        self._places = [_as_parts(item, block) for item, block in zip(items, blocks, strict=True)]
         self._world_size = world_size
         self._in_runs = layout.runs > 1
 

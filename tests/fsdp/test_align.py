@@ -155,3 +155,23 @@ def test_padding_is_told(caplog: pytest.LogCaptureFixture) -> None:
     found = [(r.levelname, r.getMessage()) for r in caplog.records if "padding" in r.getMessage()]
     assert [level for level, _ in found] == ["WARNING", "INFO"]
     assert "costs 99999 elements of padding, 50.0 %" in found[0][1]
+
+
+def _begins_off_16_bytes(rank: int, dtensors: bool) -> list[bool]:
+    """Tells of each matrix with rows of a multiple of 16 bytes where it begins in forward; odd ones come first."""
+    model: Any = Model()
+    model.inner = nn.Sequential(nn.Linear(40, 23), nn.Linear(23, 40, bias=False), nn.Linear(40, 24))
+    shardkit.fully_shard(model.bfloat16(), dtensors=dtensors)
+    off: list[bool] = []
+    for layer in (model.inner[0], model.inner[2]):
+        layer.register_forward_pre_hook(lambda m, _: off.append(m.weight.data_ptr() % 16 > 0))
+    model(torch.ones(4, 40, dtype=torch.bfloat16)).sum().backward()
+    return off
+
+
+@pytest.mark.parametrize("dtensors", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_matrices_begin_at_16_bytes_behind_odd_parameters(world_size: int, dtensors: bool) -> None:
+    """Devices compute several times slower with bf16 matrices that don't."""
+    ranks = rank_pool(world_size).run(_begins_off_16_bytes, dtensors)
+    assert ranks == [[False, False]] * world_size
