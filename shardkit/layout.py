@@ -173,9 +173,7 @@ class ShardLayout:
     @functools.cached_property
     def numel(self) -> int:
         """Returns N: up to the end of the last item, without the padding after it."""
-        if self.starts is None:
-            return sum(self.numels)
-        return max((start + n for start, n in zip(self.starts, self.numels, strict=True)), default=0)
+        return max((start + n for start, n in zip(self.offsets(), self.numels, strict=True)), default=0)
 
     @functools.cached_property
     def shard_numel(self) -> int:
@@ -203,7 +201,7 @@ class ShardLayout:
 
     def is_copied(self, item: int) -> bool:
         """Says whether every rank's part has the whole item."""
-        return self.copies
+        return any(block.copies for first, block in self.blocks if first == item)
 
     def padding(self, rank: int) -> int:
         """Returns how many elements at the end of a rank's shard lie behind the last item."""
@@ -265,9 +263,7 @@ class ShardLayout:
 
     @property
     def blocks(self) -> Sequence[tuple[int, ShardLayout]]:
-        """Layouts whose shards lie one after the other in a shard of this one, with the number of the first item in
-        each: itself, if nothing is packed.
-        """
+        """Lists layouts whose shards lie one after the other in one of this, each with its first item's number."""
         return ((0, self),)
 
     def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
@@ -287,8 +283,7 @@ class PackedLayout(ShardLayout):
     """Items of which each rank has an even part, packed: a shard [S] is a part of the first item, of the second, ...
 
     What is gathered, [W * S] rank by rank, has an item in W places, and is put together ([Note: packed shards] of
-    ``fsdp/store.py``). Where items begin is where they lie then: each with its own padding behind it. In a shard they
-    lie in the same order.
+    ``fsdp/store.py``). Where items begin is where they lie then, each with its own padding behind it: a shard's order.
 
     Attributes:
         each: the layout of each item.
@@ -304,25 +299,19 @@ class PackedLayout(ShardLayout):
     def blocks(self) -> Sequence[tuple[int, ShardLayout]]:
         return [(k, self.each[k]) for k in sorted(range(len(self.each)), key=self.offsets().__getitem__)]
 
-    def _part_offsets(self) -> list[int]:
-        return [start // self.world_size for start in self.offsets()]
-
     def listed(self, shapes: Sequence[Sequence[int]], rank: int) -> Sequence[Listed]:
         if self.world_size == 1:
             return super().listed(shapes, rank)
         return [
-            Listed(one, offset, (one.shard_numel,))
-            for one, offset in zip(self.each, self._part_offsets(), strict=True)
+            Listed(one, start // self.world_size, (one.shard_numel,))
+            for one, start in zip(self.each, self.offsets(), strict=True)
         ]
-
-    def is_copied(self, item: int) -> bool:
-        return self.each[item].copies
 
     def pieces(self, apart: bool = False) -> list[Piece]:
         """Returns the parts of all items, without padding."""
         return [
-            p._replace(item=item, offset=offset + p.offset)
-            for item, (one, offset) in enumerate(zip(self.each, self._part_offsets(), strict=True))
+            p._replace(item=item, offset=start // self.world_size + p.offset)
+            for item, (one, start) in enumerate(zip(self.each, self.offsets(), strict=True))
             for p in one.pieces(apart)
         ]
 
@@ -380,8 +369,7 @@ def _cut_between_rows(
 ) -> ShardLayout:
     """Places items so that the next cut is at one of an item's rows; two cuts within it are whole rows apart.
 
-    Args:
-        step: S is a multiple of it.
+    S is a multiple of ``step``.
     """
     even = max(1, -(-sum(numels) // world_size))
     step = math.lcm(step, *[row for row, numel in zip(rows, numels, strict=True) if numel > even])

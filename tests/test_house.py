@@ -12,11 +12,11 @@ LINES = 64_461  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_179,
-    "compat": 9_342,
-    "shardkit": 2_371,  # the files right there
+    "compat": 9_336,
+    "shardkit": 2_378,  # the files right there
     "shardkit/checkpoint": 6_590,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_454,
+    "shardkit/fsdp": 11_452,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,

@@ -178,11 +178,10 @@ class Unpacking:
     """
 
     def __init__(self, layout: ShardLayout, full: torch.Tensor) -> None:
-        world_size, blocks = layout.world_size, [block for _, block in layout.blocks]
-        self._sizes = [block.shard_numel for block in blocks]
+        blocks = [block for _, block in layout.blocks]
+        self._world_size, self._sizes = layout.world_size, [block.shard_numel for block in blocks]
         items = full.split([block.padded_numel for block in blocks])
         self._places = [_as_parts(item, block) for item, block in zip(items, blocks, strict=True)]
-        self._world_size = world_size
         self._in_runs = layout.runs > 1
 
     def unpack(self, gathered: torch.Tensor) -> None:

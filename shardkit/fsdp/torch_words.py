@@ -93,11 +93,9 @@ class TorchsWords(NamedTuple):
         """
         if self.shard_placement_fn is None:
             return []
-        infos, meshes_of, ignored = (
-            dict[Tree, Tree](),
-            dict[nn.Module, list[Tree]](),
-            self.ignored_params or (),
-        )
+        infos: dict[Tree, Tree] = {}
+        meshes_of: dict[nn.Module, list[Tree]] = {}
+        ignored = self.ignored_params or ()
         for m in (m for each in modules for _, m in modules_outside_units(each)):
             own = [p for p in m._parameters.values() if p is not None and p not in ignored]
             chosen = [getattr(self.shard_placement_fn(p), "mesh_info", None) for p in own]
