@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_294,
+    "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_781,
     "shardkit/wrapping": 1_012,

@@ -237,6 +237,7 @@ def named_parts(name: str, value: torch.Tensor, facts: str | None = "") -> dict[
     return {f"{path}{dot}_{last}_{part}{facts}": getattr(value, part) for part in names}
 
 
+BESIDE = re.compile(r"(?s) of \S+ as torch\..*")  # behind a part's name; no module's name has such a dot
 # of what classes say of themselves: what is nobody's value, and what doesn't say what it is
 _NO_VALUE = re.compile(r"device\(type='\w+'(, index=\d+)?\)|requires_grad=\w+| at 0x[0-9a-f]+")
 _UNTOLD = re.compile(r"tensor\(|array\(|<lambda>| object at 0x")

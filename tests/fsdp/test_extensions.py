@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import shardkit
 from shardkit import fully_shard, sharding_of
+from shardkit.checkpoint.tools import Conversion, convert
 from shardkit.checkpoint.tools.hugging_face import read_weights
 from shardkit.errors import ConfigurationError, LifecycleError, RankFailedError, RankMismatchError
 from shardkit.torch_seams.tensors import named_parts
@@ -569,6 +570,8 @@ def _quantized_leaves(rank: int, kind: str, folder: str) -> None:
         return
     _same({n: v.read() for n, v in read_weights(f"{folder}/files").items()}, _parts(one))
     _same({n: v.read() for n, v in read_weights(f"{folder}/half").items()}, _plain_in(torch.float16, whole))
+    convert(f"{folder}/step-00000001", f"{folder}/converted", Conversion("hf"))
+    _same({n: v.read() for n, v in read_weights(f"{folder}/converted").items()}, _parts(one))
     if kind == "nf4":
         return
     torchao = importlib.import_module("torchao.prototype.safetensors.safetensors_support")

@@ -14,6 +14,7 @@ import torch
 
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
+from ...torch_seams.tensors import BESIDE
 from ...types import StateDict, Tree
 from .stored import BLOCK, FilePlace, StoredPart, StoredTensor, without_ties
 from .torch_files import read_torch_file
@@ -195,9 +196,8 @@ def write_hugging_face(
     for name, kept in shared.items():
         notes.append(f"{name} is tied to {kept}: written once")
     files = SafetensorsFiles(folder, max_shard_size, shared)
-    for name in sorted(tensors, key=lambda n: -tensors[n].dtype.itemsize):
-        tensor = tensors[name]
-        files.add(name, tensor.dtype, tensor.shape, tensor.blocks())
+    for name, tensor in sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize):
+        files.add(BESIDE.sub("", name), tensor.dtype, tensor.shape, tensor.blocks())
     files.finish()
     if files_from is not None:
         notes += _copy_others(folder, files_from, tensors)
