@@ -186,12 +186,8 @@ class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
         self, output_tensors: Sequence[Tensors], input_tensors: Given, opts: Tree = None
     ) -> ThreadWork:
         own, lists = _listed(input_tensors), [_behind(pieces) for pieces in output_tensors]  # on one rank
-        brought, finish, terms = (
-            (lists, _behind(own)),
-            compute.of_pairs(compute.all_gather),
-            (f"to {_root(opts)}",),
-        )
-        return self._issue("gather", own, terms, brought, finish, lists[0] if lists else ())
+        finish, terms = compute.of_pairs(compute.all_gather), (f"to {_root(opts)}",)
+        return self._issue("gather", own, terms, (lists, _behind(own)), finish, lists[0] if lists else ())
 
     # ------------------------------------------------------------ a part for each rank
     def reduce_scatter(

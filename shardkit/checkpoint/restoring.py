@@ -137,10 +137,8 @@ class OptimizerReads:
             )
         for k, (theirs, mine) in enumerate(zip(saved, own, strict=True)):
             # later versions of a class have more options; of another class each has some that the other lacks
-            theirs_alone, mine_alone = (
-                {*theirs} - {*mine} - _OF_SCHEDULERS,
-                {*mine} - {*theirs} - _OF_SCHEDULERS,
-            )
+            theirs_alone = {*theirs} - {*mine} - _OF_SCHEDULERS
+            mine_alone = {*mine} - {*theirs} - _OF_SCHEDULERS
             if theirs_alone and mine_alone:
                 raise ConfigurationError(
                     f"group {k} of the optimizer in {self._stored.folder} has options {_some(theirs_alone)}, and here "
