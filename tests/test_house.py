@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_461  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_179,
+    "backends": 7_175,
     "compat": 9_336,
     "shardkit": 2_378,  # the files right there
-    "shardkit/checkpoint": 6_590,
+    "shardkit/checkpoint": 6_592,
     "shardkit/flattening": 830,
     "shardkit/fsdp": 11_452,
     "shardkit/integrations": 512,
@@ -22,11 +22,11 @@ PARTS = {
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_268,
     "shardkit/optimizers": 540,
-    "shardkit/oss": 3_051,
+    "shardkit/oss": 3_049,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_295,
+    "shardkit/torch_seams": 1_299,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_781,
     "shardkit/wrapping": 1_012,

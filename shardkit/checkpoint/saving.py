@@ -36,6 +36,7 @@ from ..errors import (
     RankMismatchError,
     ShardkitError,
 )
+from ..fsdp.state import units_in
 from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.forms import kinds_everywhere
 from ..optimizer_state.kinds import Leaf, Ranks
@@ -344,6 +345,9 @@ def save_training(
     parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
     note_checkpoints(dir)
     saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
+    states = [state for m in (model, ema) if m is not None for state in units_in(m)]
+    for shards in dict.fromkeys(flat.group for state in states for flat in state.flats):
+        shards.channel("parameters").agree("a checkpoint")  # one rank may have left out the step before
     with torch.no_grad():
         saving.begin(lambda: collect(parts, saving.step, extra, backend, ranks))
     return saving.in_background() if async_ else saving.write()

@@ -462,7 +462,6 @@ class GradientExchange:
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self.group = group
-        self.left_out = 0  # forwards without a backward: errors that a program caught, say
         self._channel, self._order = group.channel("gradients"), group.channel("parameters")
         self.name = f"{type(module).__name__} {numbers_of([(group, run_id)])[0]}"
         self.policy = policy
@@ -617,8 +616,6 @@ class GradientExchange:
         self.state.raised = ""
         if not self.state.is_due:
             self.state.began = next(moments)
-        else:
-            self.left_out += 1
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
         if self.rounds is not None:
@@ -638,7 +635,8 @@ class GradientExchange:
     def fail_forward(self, error: BaseException) -> None:
         """Notes that a training forward raised: other ranks that wait for its backward may want to know."""
         leave(self._forwards.pop())
-        self.left_out += not self.state.accumulating
+        if not self.state.accumulating and self.state.task == NO_BACKWARD:
+            self.state.left_out.add(next(moments))
         self.state.raised = f"{type(error).__name__}: {error}"
 
     @not_compiled
@@ -649,9 +647,10 @@ class GradientExchange:
         except RuntimeError:  # a profiler was started inside of it
             pass
         self._buffers.changed = True
-        self.state.ended = next(moments)
+        self.state.ended = number = next(moments)
         self.state.is_due = not self.state.accumulating
-        watch_outputs(tensors_in(outputs), self.state.on_output)
+        if watch_outputs(tensors_in(outputs), partial(self.state.on_output, number)) and self.state.is_due:
+            self.state.left_out.add(number)
 
     @not_compiled
     def recover(self) -> None:
@@ -668,7 +667,6 @@ class GradientExchange:
         if self._reducer is not None:
             self._reducer.abandon()
         self._buffers.changed = False
-        self.left_out = 0
 
     def _may_send(self) -> bool:
         self.state.sends_last()
@@ -703,9 +701,9 @@ class GradientExchange:
         with self.ranges.finish():
             for part in self._parts:
                 part.finish()
-        if self.left_out:
-            self._order.agree(f"a backward of {self.name} after {self.left_out} forwards that had none")
-            self.left_out = 0
+        if count := len(self.state.left_out):
+            self._order.agree(f"a backward of {self.name} after {count} forwards that had none")
+            self.state.left_out.clear()
         if are_several(self.group):
             self._order.agree(f"the end of backward of {self.name}")
         self.state.unreduced = False

@@ -85,6 +85,7 @@ class BackwardState:
         is_due: a forward has ended whose backward has not begun.
         count: how many backwards have begun; of ShardedDDP those outside of ``no_sync``, or that are watched.
         raised: the error of the last forward, if it raised one; else "".
+        left_out: of ShardedDDP, numbers of forwards without a backward so far: of errors that were caught, say.
         before: those that this backward has come to before.
         began: when the first forward did that this backward may go through, among those of all modules.
         ended: when the last one did.
@@ -101,6 +102,7 @@ class BackwardState:
         self.unreduced = self.asked = False
         self.is_due = False
         self.raised = ""
+        self.left_out = set[int]()
         self.watcher: Any = None
         self._on_end = on_end
         observe(self)
@@ -165,11 +167,13 @@ class BackwardState:
         """Notes that the step has ended here, wherever it was."""
         self.task = NO_BACKWARD
         self.unreduced = self.is_due = False
+        self.left_out.clear()
         self.raised = ""
 
     @not_compiled
-    def on_output(self, _: torch.Tensor) -> None:
-        """Hears, as a hook of outputs of forward, that their backward has begun."""
+    def on_output(self, number: int, _: torch.Tensor) -> None:
+        """Hears, as a hook of outputs of the forward of this number, that their backward has begun."""
+        self.left_out.discard(number)
         if self.task == NO_BACKWARD and (not self.accumulating or self.watcher is not None):
             self.begin()
 

@@ -167,7 +167,7 @@ class _ShardedDDPFollower:
 
     def follow_backward(self, local: bool) -> None:
         before, self.state.accumulating = self.state.accumulating, local
-        self._exchange.left_out = 0  # of an error here, which the block will tell
+        self.state.left_out.clear()  # of an error here, which the block will tell
         self.state.follow(self.state.begin)
         self.state.accumulating = before
 

@@ -70,7 +70,8 @@ What is not covered:
 - A rank of `ShardedDDP` that catches an error in forward or in its loss and goes on is out of step, also if it goes
   on with the same batch (anew, or in halves): nothing tells that from the next one. Evaluations there are in `eval()`
   or without gradients: a forward with them that one rank alone runs counts as one whose backward was left out. Inside
-  of `no_sync` nothing is counted.
+  of `no_sync` nothing is counted. Where ranks agree to leave out a batch of which one of them has run no forward,
+  they do so inside of `uneven()`.
 - Replicas of shards that one rank holds alone (`NO_SHARD`, a mesh of (replicas, 1)): a step that one rank leaves out is
   not noticed. Where shards are cut, the ranks that hold the others' parts notice it.
 - Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and

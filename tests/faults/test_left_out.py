@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard
+from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard, save_training
 from shardkit.errors import ShardkitError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.pools import on_ranks, rank_pool, run_once
@@ -89,6 +90,59 @@ def test_it_over_gloo(door: str, where: str) -> None:
     for end in run_once(2, "gloo", _ends, door, where):
         assert re.match(r"OutOfStepError: .*rank 0", end), end
         assert re.search(WORDS.get(where, WORDS.get(door, "")), end), end
+
+
+def _saves(rank: int, door: str, folder: str) -> str:
+    model, optimizer = _made(door)
+    try:
+        for step in range(3):
+            model(_x(rank, step)).square().mean().backward()
+            if not (rank == 0 and step == 2):  # the last one before a checkpoint
+                optimizer.step()
+            optimizer.zero_grad()
+        save_training(folder, model=model, optimizer=optimizer, step=3)
+    except ShardkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("door", [*FSDPS, "dtensors", "ShardedDDP"])
+def test_no_checkpoint_is_written_of_ranks_that_part(door: str, world_size: int, tmp_path: Path) -> None:
+    for end in run_once(world_size, "gloo", _saves, door, str(tmp_path)):
+        assert re.match(r"OutOfStepError: .*rank 0", end), end
+    assert not [*tmp_path.glob("step-*")]
+
+
+def _sequences(rank: int, world_size: int, door: str) -> torch.Tensor:
+    """Several forwards go into one backward, another number on each rank; some have no graph at all."""
+    model, optimizer = _made(door)
+    ranks = range(world_size) if door == "one process" else [rank]
+    if door != "one process":
+        for p in model.parameters():
+            p.requires_grad_(False)
+        for _ in range(rank + 1):
+            model(_x(rank, 9))
+        for p in model.parameters():
+            p.requires_grad_(True)
+    for step in range(4):
+        loss = torch.zeros(())
+        for r in ranks:
+            hidden = _x(r, step)
+            for _ in range(1 + (r + step) % 3):
+                hidden = model(hidden)
+            loss = loss + hidden.square().mean() / len(ranks)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return model(_x(0, 20))  # type: ignore[no-any-return]
+
+
+@on_ranks(2, 3)
+def test_forwards_of_one_backward(rank: int, world_size: int) -> None:
+    truth = _sequences(rank, world_size, "one process")
+    torch.testing.assert_close(_sequences(rank, world_size, "ShardedDDP"), truth, rtol=1e-4, atol=1e-5)
 
 
 def _unlike_steps(rank: int, world_size: int, door: str) -> torch.Tensor:

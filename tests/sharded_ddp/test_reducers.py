@@ -37,7 +37,7 @@ class Training:
     def backward(self, loss: torch.Tensor) -> None:
         """As where ranks' backwards differ, the outputs' hook begins it on all of them."""
         loss = loss * 1
-        loss.register_hook(self.state.on_output)
+        loss.register_hook(lambda _: self.state.begin())
         loss.backward()
 
 

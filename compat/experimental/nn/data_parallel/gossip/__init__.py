@@ -653,7 +653,7 @@ class SlowMoDataParallel(nn.Module):
             self._buffers_sync.changed = True
         outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and (self._nodes.own is not None or self._push is not None):
-            watch_outputs(tensors_in(outputs), self._backward.on_output)
+            watch_outputs(tensors_in(outputs), partial(self._backward.on_output, 0))
         return outputs
 
     def _after_backward(self) -> None:
