@@ -162,9 +162,7 @@ DONE: Copy = _Done()
 """A work that needs no waiting."""
 
 
-_parts: weakref.WeakKeyDictionary[Group, dict[tuple[tuple[int, ...], ...], Group]] = (
-    weakref.WeakKeyDictionary()
-)
+_parts: weakref.WeakKeyDictionary[Group, dict[object, Group]] = weakref.WeakKeyDictionary()
 
 
 class Group(OutsideGraphs, abc.ABC):

@@ -199,9 +199,10 @@ class ShardLayout:
             return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         return slice(self.cuts[rank - 1] if rank else 0, self.cuts[rank])
 
-    def is_copied(self, item: int) -> bool:
-        """Says whether every rank's part has the whole item."""
-        return any(block.copies for first, block in self.blocks if first == item)
+    @functools.cached_property
+    def copied(self) -> frozenset[int]:
+        """Finds the items of which every rank's part has the whole."""
+        return frozenset(item for item, block in self.blocks if block.copies)
 
     def padding(self, rank: int) -> int:
         """Returns how many elements at the end of a rank's shard lie behind the last item."""
@@ -320,7 +321,7 @@ def packed_layout(each: Sequence[ShardLayout]) -> ShardLayout:
     """Lays out items of one layout each (and one item) as one flat parameter."""
     if len(each) == 1:
         return replace(each[0], grains=None)  # it is listed as packed ones are
-    order = sorted(range(len(each)), key=lambda k: each[k].padded_numel % _TOGETHER > 0)  # see _misaligns
+    order = sorted(range(len(each)), key=lambda k: _misaligns(each[k].padded_numel))
     ends = dict(zip(order, accumulate([each[k].padded_numel for k in order]), strict=True))
     starts = tuple(ends[k] - one.padded_numel for k, one in enumerate(each))
     numels = tuple(one.numels[0] for one in each)
@@ -422,7 +423,7 @@ def rows_layout(shapes: tuple[tuple[int, ...], ...], world_size: int, block: int
     return min(found, key=lambda layout: layout.padded_numel)
 
 
-def _misaligns(numel: int, grain: int) -> int:
+def _misaligns(numel: int, grain: int = 1) -> int:
     """Says whether items behind this one may begin off a multiple of 16 bytes: 1 by a gap in front of it, 2 by its end.
 
     A product with a matrix in bf16 that begins off one took 3 to 7 times as long on a device where it was measured.
@@ -431,17 +432,15 @@ def _misaligns(numel: int, grain: int) -> int:
 
 
 def _with_least_padding(numels: tuple[int, ...], grains: tuple[int, ...], world_size: int) -> ShardLayout:
-    best = ShardLayout(numels, world_size)
     # where cuts are odd, gaps in front of rows are; in small units that isn't worth the padding
     step = _TOGETHER if sum(numels) >= _FEW * world_size else 1
-    late = list(map(_misaligns, numels, grains))
+    late, found = list(map(_misaligns, numels, grains)), list[ShardLayout]()
     for length in (0, -1, 1):
         order = sorted(range(len(numels)), key=lambda k: (late[k], length * grains[k]))
         placed = _cut_between_rows([numels[k] for k in order], [grains[k] for k in order], world_size, step)
-        if best.grains is None or placed.padded_numel < best.padded_numel:
-            starts = [start for _, start in sorted(zip(order, placed.starts or (), strict=True))]
-            best = ShardLayout(numels, world_size, placed.multiple, tuple(starts), grains)
-    return best
+        starts = [start for _, start in sorted(zip(order, placed.starts or (), strict=True))]
+        found.append(ShardLayout(numels, world_size, placed.multiple, tuple(starts), grains))
+    return min(found, key=lambda layout: layout.padded_numel)
 
 
 def _is_count(align: Align) -> bool:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_461  # of all source; to be lowered with each release
+LINES = 64_456  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_175,
+    "backends": 7_174,
     "compat": 9_336,
-    "shardkit": 2_378,  # the files right there
-    "shardkit/checkpoint": 6_592,
+    "shardkit": 2_375,  # the files right there
+    "shardkit/checkpoint": 6_591,
     "shardkit/flattening": 830,
     "shardkit/fsdp": 11_452,
     "shardkit/integrations": 512,

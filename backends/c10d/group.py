@@ -518,16 +518,15 @@ class C10dGroup(Group):
     def _follow(self, operation: str, numel: int, label: str) -> None:
         """Notes that a call is about to be issued, in a channel that may keep an order; see [Note: call order]."""
         if self._order is not None and not self._order.expects(key := (operation, numel, label)):
-            self._turn(key)
+            self._turn(self._order, key)
 
-    def _turn(self, key: Key) -> None:
+    def _turn(self, order: CallOrder, key: Key) -> None:
         """Orders a call that this rank's order of calls has not predicted; says what it has, if ranks part here."""
-        if (order := self._order) is not None:
-            operation, numel, label = key
-            for _, _, expected in order.history[order.next : order.next + 1]:
-                label += f", where {expected!r} came the last time"
-            self._agree((operation, numel, label))
-            order.turn(key)
+        operation, numel, label = key
+        for _, _, expected in order.history[order.next : order.next + 1]:
+            label += f", where {expected!r} came the last time"
+        self._agree((operation, numel, label))
+        order.turn(key)
 
     # ------------------------------------------------------------ bookkeeping of calls
     def _issue(
@@ -569,7 +568,7 @@ class C10dGroup(Group):
         if self._order is not None and not self._order.expects(  # here, for it would cost a call
             key := ("all_gather_into", output.numel(), label)
         ):
-            self._turn(key)
+            self._turn(self._order, key)
         if output.is_complex():
             pieces = tuple(as_real(p) for p in pieces)
         group = self.process_group

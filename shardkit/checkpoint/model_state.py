@@ -73,8 +73,7 @@ class ModelState:
     # ------------------------------------------------------------ facts
     def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
         """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
-        is_copied = number is not None and flat.layout.is_copied(number)
-        return self.ranks.everybody if is_copied else self._copies[id(flat)]
+        return self.ranks.everybody if number in flat.layout.copied else self._copies[id(flat)]
 
     def piece(self, flat: FlatParam, number: int) -> Piece | None:
         """Finds the piece of an original parameter on this rank."""

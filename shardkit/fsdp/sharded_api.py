@@ -616,7 +616,7 @@ def _changed(
     before = since.replace(key, shard)
     sent: list[_Part] = []
     for piece in layout.pieces(apart=True):
-        if piece.rank == group.rank and not (layout.is_copied(piece.item) and group.rank):
+        if piece.rank == group.rank and not (piece.item in layout.copied and group.rank):
             span = slice(piece.offset, piece.offset + piece.numel)
             part = _Part(piece.item, checksum(shard[span], piece.start))
             run = difference(shard[span], None if before is None else before[span], piece.start)

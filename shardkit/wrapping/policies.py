@@ -151,8 +151,8 @@ def adapt_policy(
         return policy
     plan = getattr(policy, "_run_policy", None)
     if plan is not None:
-        given = {"ignored_modules": set(ignored), "root_kwargs": arguments or {}}
-        return _PlannedPolicy(plan(root_module=root, **given))
+        targets = plan(root_module=root, ignored_modules=set(ignored), root_kwargs=arguments or {})
+        return _PlannedPolicy(targets)
     if not callable(policy):
         raise ConfigurationError(
             f"auto_wrap_policy={policy!r} is no policy; pass a callable (module, recurse, unwrapped_params or "

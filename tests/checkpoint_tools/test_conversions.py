@@ -308,6 +308,12 @@ def test_what_no_safetensors_file_can_be(tmp_path: Path) -> None:
     with pytest.raises(DamagedFileError, match="its header says"):  # fewer bytes than were promised
         files.finish()
     assert not list(tmp_path.glob("*.safetensors"))
+    (tmp_path / "two").mkdir()
+    files = SafetensorsFiles(str(tmp_path / "two"), 4)  # a file for each
+    for name in ("weight", "bias"):
+        files.add(name, torch.float32, (1,), [memoryview(bytes(4))])
+    with pytest.raises(ConfigurationError, match="'weight', which another one"):
+        files.add("weight", torch.float32, (1,), [memoryview(bytes(4))])
 
 
 def test_a_table_that_is_too_long_is_two(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ class SafetensorsFiles:
         """Writes a tensor, whose bytes come in blocks."""
         if dtype not in _NAMES:
             raise ConfigurationError(f"{name!r} is of dtype {dtype}, which safetensors files can't hold")
-        if name == _NOTES or name in self._aside:
+        if name == _NOTES or any(name in names for names in (self._aside, *self._files)):
             raise ConfigurationError(
                 f"a tensor's name is {name!r}, which another one (a part of a weight) or a file's notes have; change it"
             )
