@@ -181,13 +181,10 @@ class Board:
         """Asks the watchdogs of all ranks to say where these stand, for some seconds; returns the question's number."""
         return self._told(lambda store: int(store.add(_QUESTIONS, 1)), 0)
 
-    def asked(self) -> int:
-        """Returns how many questions there were."""
-        store = self._store
-        if store is None:
-            return 0
-        return STORE_THREAD.ask(
-            lambda: int(store.add(_QUESTIONS, 0)) if store.check([_QUESTIONS]) else 0, _ANSWERS
+    def asked(self, before: int) -> int:
+        """Returns how many questions there were; ``before`` where the store does not say."""
+        return self._told(
+            lambda store: int(store.add(_QUESTIONS, 0)) if store.check([_QUESTIONS]) else 0, before
         )
 
 
@@ -200,6 +197,7 @@ _REMEMBERED = 64  # calls
 _PERIOD = 1.0  # seconds between looks of the thread, and
 _PERIOD_WHEN_ASKED = 0.5
 _LAST_WORDS = 5.0  # seconds that a broken wait gets to raise
+_RETURNED = "has returned from its function"
 _LOOK = 0.25  # seconds between looks at it, and
 _MOMENT = 1.0  # after the thread has moved
 _NOTHING = datetime.timedelta(milliseconds=1)
@@ -276,6 +274,8 @@ class Watch:
             if where:
                 here = f"rank {self._rank} is in {call.describe()}"
                 message = f"ranks are out of step: {here}; rank {rank} {where}. {OUT_OF_STEP_HINT}"
+                if where == _RETURNED:  # maybe as it has heard of another's error, which then says more
+                    message = self.last_words(call) or message
                 self.fail(message)
                 raise OutOfStepError(message)
 
@@ -321,7 +321,7 @@ class Watch:
             self._suspects.pop(rank, None)
             return ""
         if theirs.waits is None:
-            return "has returned from its function" if theirs.job == _watchdog.job else ""
+            return _RETURNED if theirs.job == _watchdog.job else ""
         if self.issued.get(theirs.waits.channel, 0) >= theirs.waits.sequence:
             self._suspects.pop(rank, None)
             return ""
@@ -399,7 +399,7 @@ class Watch:
         Returns:
             Whether somebody asks.
         """
-        called, now = self._board.asked(), time.monotonic()
+        called, now = self._board.asked(self._called), time.monotonic()
         if called != self._called:
             if self._attentive < now:
                 self._stillness = Stillness()

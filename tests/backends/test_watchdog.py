@@ -352,6 +352,22 @@ def test_a_rank_whose_function_has_returned(pair: tuple[Rank, Rank]) -> None:
         pair[0].watch.look(mine)
 
 
+def test_a_rank_that_returned_as_it_heard_of_an_error() -> None:
+    """A rank that looks later hears of the error, not of what others have done since."""
+    store = dist.HashStore()
+    first, second, third = (Rank(store, rank, 3) for rank in range(3))
+    calls = first.issue("main", *SUM), second.issue("main", *GATHER), third.issue("main", *GATHER)
+    text = look_around((first, second), calls[:2], 1)
+    with pytest.raises(OutOfStepError, match="gave up"):
+        first.watch.look(calls[0])
+    first.watch.issued["main"] = 0  # as if it had issued nothing that contradicts
+    first.watch.recent.clear()
+    first.watch.leave()
+    with pytest.raises(OutOfStepError) as caught:
+        third.watch.look(calls[2])
+    assert text in str(caught.value)
+
+
 def test_what_was_sent_before_returning_is_waited_for(pair: tuple[Rank, Rank]) -> None:
     mine = pair[0].issue("main", *SUM)
     pair[1].issue("main", *SUM)
