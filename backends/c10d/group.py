@@ -260,8 +260,8 @@ class Agreement:
 
 
 # ------------------------------------------------------------ works and groups
-SLICE = timedelta(seconds=2)  # a wait that is no longer costs nothing
-_LOOK = timedelta(seconds=1)  # between looks afterwards
+SLICE = timedelta(seconds=1)  # a wait that is no longer costs nothing
+_LOOK = 0.25  # of the time waited, and at most a second, passes between looks afterwards
 _WARN_SECONDS = 30.0
 _TOKEN = torch.zeros(1, device="cpu")
 _PROBE_TAG = 0x5AFD
@@ -735,10 +735,10 @@ class C10dGroup(Group):
             except ShardkitError:
                 connections.never_destroy()
                 raise
-            if isinstance(work, Agreement) and waited > 1.5 * SLICE.total_seconds():
+            if isinstance(work, Agreement) and waited > 3 * SLICE.total_seconds():
                 self._probe(call)
             try:
-                work.wait(min(_LOOK, timedelta(seconds=max(0.1, limit - waited))))
+                work.wait(timedelta(seconds=min(1.0, _LOOK * waited, max(0.1, limit - waited))))
                 self._watch.arrived()
                 return
             except RuntimeError as again:

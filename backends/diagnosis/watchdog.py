@@ -17,7 +17,7 @@ catches is published, too: the process may live on for a while, in other threads
 [Note: the watchdog] A rank that waits in a collective of torch's, handles an exception, or computes, can't say so
 itself. One thread a process looks each second whether anybody has asked (one question to the store), and while
 somebody does, publishes where the rank's Python stands and for how long it has not moved. It starts with the first
-watch and ends with the last; while nobody waits for longer than two seconds, it reads no stack. A wait in vain, in a
+watch and ends with the last; while nobody waits for longer than a second, it reads no stack. A wait in vain, in a
 collective of torch's or for the device, it ends.
 """
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,16 @@ def two() -> Iterator[RankPool]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @on_ranks(2)
+def test_a_rank_that_waits_for_a_second_says_so(rank: int) -> None:
+    """Others read it: until then no rank can hear that it is out of step."""
+    group: Any = get_backend("gloo").group()
+    before = group._watch._beat
+    time.sleep(1.9 * rank)
+    group.barrier()
+    assert rank == 1 or group._watch._beat > before
+
+
+@on_ranks(2)
 def test_destroyed_groups_leave_nothing(rank: int) -> None:
     before = (0, 0)
     for cycle in range(CYCLES + 1):
@@ -171,8 +182,8 @@ def _begin_again(rank: int, port: int) -> list[str]:
     said = []
     dist.destroy_process_group()
     store = dist.TCPStore("localhost", port, 2, rank == 0)
-    for time in range(2):
-        own = dist.PrefixStore(f"time {time}", store)
+    for which in range(2):
+        own = dist.PrefixStore(f"time {which}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
         group = get_backend("gloo").group()
         channel = group.channel("control")
