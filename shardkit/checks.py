@@ -16,7 +16,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TypeVar
@@ -57,11 +57,17 @@ def facts_of_all(groups: Sequence[Group], value: T, *, label: str = "") -> list[
     return said
 
 
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Runs some work; returns its result, or the error that it raised."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
+        return None, error
+
+
 def problems_of_ranks(group: Group, problem: str | None, label: str) -> list[tuple[int, str]]:
     """Lists what is wrong on any rank, with the rank's number in the whole job, on all of them (collective)."""
-    everybody = [problem]
-    if group.world_size > 1:
-        everybody = all_gather_facts(group.channel("control"), problem, label=label)
+    everybody = facts_of_all([group] if group.world_size > 1 else [], problem, label=label)
     return [(rank, what) for rank, what in zip(group.ranks, everybody, strict=True) if what is not None]
 
 
@@ -273,12 +279,19 @@ def shape_fact(tensor: torch.Tensor) -> object:
     return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
+def some(names: Iterable[object]) -> str:
+    """Lists the first of these names for a message, and how many there are besides."""
+    found = sorted(map(str, names))
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"{', '.join(found[:5])}{more}" if found else "none"
+
+
 def refuse_lazy(facts: Facts, what: str) -> None:
     """Raises ConfigurationError if one of these facts, alike on all ranks, is a tensor without a shape."""
     lazy = [n for n, value in facts if isinstance(value, tuple) and value[0] == "no shape yet"]
     if lazy:
         raise ConfigurationError(
-            f"{what} was given {', '.join(lazy[:3])}{', ...' if len(lazy) > 3 else ''}, which have no shape before "
+            f"{what} was given {some(lazy)}, which have no shape before "
             "their module's first forward (lazy modules). Run one forward on example inputs, alike on all ranks, first"
         )
 

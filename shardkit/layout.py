@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -231,6 +231,16 @@ class ShardLayout:
         if self.starts is None:
             return list(self.numels)
         return [[start, numel] for start, numel in zip(self.starts, self.numels, strict=True)]
+
+    @functools.cached_property
+    def _of_ranks(self) -> dict[int, Mapping[int, Piece]]:
+        return {}
+
+    def of_rank(self, rank: int) -> Mapping[int, Piece]:
+        """Returns a rank's pieces, by item."""
+        if rank not in self._of_ranks:
+            self._of_ranks[rank] = {p.item: p for p in self.pieces() if p.rank == rank}
+        return self._of_ranks[rank]
 
     def pieces(self, apart: bool = False) -> list[Piece]:
         """Returns all items cut at the borders of shards, in order; items without elements have none.

@@ -13,22 +13,22 @@ LINES = 64_456  # of all source; to be lowered with each release
 PARTS = {
     "backends": 7_174,
     "compat": 9_336,
-    "shardkit": 2_375,  # the files right there
-    "shardkit/checkpoint": 6_591,
+    "shardkit": 2_398,  # the files right there
+    "shardkit/checkpoint": 6_547,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_452,
+    "shardkit/fsdp": 11_469,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
-    "shardkit/optimizer_state": 1_268,
-    "shardkit/optimizers": 540,
+    "shardkit/optimizer_state": 1_280,
+    "shardkit/optimizers": 538,
     "shardkit/oss": 3_049,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_299,
+    "shardkit/torch_seams": 1_295,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_781,
+    "shardkit/training": 4_776,
     "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

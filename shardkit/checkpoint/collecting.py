@@ -17,7 +17,7 @@ from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..fsdp.state_dict import Pieces
 from ..layout import Box
-from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, of_dtensor, refuse_class, whole
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, add_named, of_dtensor, refuse_class, whole
 from ..torch_seams.tensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.manifest import refuse_what_is_no_data
@@ -75,20 +75,11 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
 
 
 def _is_state_dict(value: object) -> bool:
-    """Says whether taking a dict apart and putting it together again gives the same."""
-    if not isinstance(value, Mapping) or not value or not all(isinstance(k, str) for k in value):
+    """Says whether taking a dict apart and putting it together again gives the same: tensors by name, and words."""
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
-    return all(isinstance(v, torch.Tensor) or _is_state_dict(v) for v in value.values())
-
-
-def check_names(entries: Iterable[Entry]) -> None:
-    """Raises ConfigurationError where two entries have one name."""
-    seen: dict[str, Path] = {}
-    for entry in entries:
-        name = dotted(entry.path)
-        before = seen.setdefault(name, entry.path)
-        if before != entry.path:
-            raise ConfigurationError(f"{before} and {entry.path} are both called {name!r} in a checkpoint")
+    inner = [v for v in value.values() if not isinstance(v, str)]
+    return bool(inner) and all(isinstance(v, torch.Tensor) or _is_state_dict(v) for v in inner)
 
 
 # ------------------------------------------------------------ who writes what
@@ -275,7 +266,9 @@ def collect(
     if holder is not None:
         entries += optimizer_entries(holder, slots)
     entries += other_entries(parts, step, extra, backend, ranks)
-    check_names(entries)
+    named: dict[str, Entry] = {}
+    for entry in entries:
+        add_named(named, {dotted(entry.path): entry})
     return Collected(entries, holder, slots)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -14,9 +14,8 @@ from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, plain_name, state_of
-from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, place_of, written_parameters
-from ..layout import Piece
-from ..optimizer_state.kinds import Fixed, Leaf, Ranks, of_dtensor, refuse_class, whole
+from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, written_parameters
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, add_named, noted, of_dtensor, refuse_class, whole
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.tensors import facts_beside, is_dtensor, named_parts
 from ..types import StateDict, Tree
@@ -45,7 +44,6 @@ class ModelState:
         self.same = ranks.everybody if self.module is not model else (0,)
         self.ranks = ranks
         self._copies: dict[int, tuple[int, ...]] = {}
-        self._here: dict[int, dict[int, Piece]] = {}
         self._taken: StateDict = {}
         self.states = [s for s in (state_of(m) for m in self.module.modules()) if s is not None]
         for state in self.states:
@@ -67,23 +65,11 @@ class ModelState:
             if not set(flat.group.ranks) <= set(self.ranks.world) or held != self.ranks.size:
                 self.ranks.refuse_others(flat.names[0], flat.group.ranks)
             self._copies[id(flat)] = self.ranks.places(replicas) if replicas else self.ranks.alone
-            pieces = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
-            self._here[id(flat)] = pieces
 
     # ------------------------------------------------------------ facts
     def copies_of(self, flat: FlatParam, number: int | None = None) -> tuple[int, ...]:
         """Returns the ranks that have the same shard, or the same part of an original parameter in it."""
         return self.ranks.everybody if number in flat.layout.copied else self._copies[id(flat)]
-
-    def piece(self, flat: FlatParam, number: int) -> Piece | None:
-        """Finds the piece of an original parameter on this rank."""
-        return self._here[id(flat)].get(number)
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
-        """Yields (name, parameter, flat parameter that it lies in, number in that), tied ones under each name."""
-        for name, param in written_parameters(self.module):
-            flat, number = place_of(param)
-            yield name, param, flat, number
 
     # ------------------------------------------------------------ leaves
     def leaves(self) -> dict[str, Leaf | Fixed]:
@@ -92,19 +78,19 @@ class ModelState:
         if not self.is_sharded:
             self._taken = self.module.state_dict(keep_vars=True)
             for name, value in self._taken.items():
-                found.update(self._leaves(plain_name(name), value))
+                add_named(found, self._leaves(plain_name(name), value))
             return found
-        for name, param, flat, number in self.parameters():
+        for name, param, flat, number in written_parameters(self.module):
             if flat is None:
-                found.update(self._leaves(name, param))
+                add_named(found, self._leaves(name, param))
             else:
                 own = self.copies_of(flat, number) if flat.originals[number].shape.numel() else (0,)
-                found |= leaves_of(name, flat, number, self.piece(flat, number), own, self.ranks.everybody)
+                add_named(found, leaves_of(name, flat, number, own, self.ranks.everybody))
         modules = list(self.module.named_modules(remove_duplicate=False))
         extras = [(p, m) for p, m in modules if type(m).get_extra_state is not nn.Module.get_extra_state]
         given = [(name_at(path, EXTRA), m.get_extra_state()) for path, m in extras]
         for name, value in [*buffers_of(modules), *given]:
-            found.update(self._leaves(name, value, of_first=True))
+            add_named(found, self._leaves(name, value, of_first=True))
         return found
 
     def _leaves(self, name: str, value: object, of_first: bool = False) -> dict[str, Leaf | Fixed]:
@@ -114,12 +100,13 @@ class ModelState:
             raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
         if is_dtensor(value):
             return {name: of_dtensor(name, value, self.ranks)}
-        parts = named_parts(name, value, facts_beside(value))
-        if any(map(is_traceable_wrapper_subclass, parts.values())):
+        parts, facts = named_parts(name, value), facts_beside(value)
+        if facts is None or any(map(is_traceable_wrapper_subclass, parts.values())):
             refuse_class(name, value)
         # buffers may differ between ranks: those of the first count, as in state dicts
         is_buffer = of_first or not isinstance(value, nn.Parameter)
-        return {n: whole(part, (0,) if is_buffer else self.same) for n, part in parts.items()}
+        leaves = {n: whole(part, (0,) if is_buffer else self.same) for n, part in parts.items()}
+        return leaves | noted(name, facts)
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:

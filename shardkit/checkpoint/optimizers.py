@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import Registered, RegisteredShard
-from ..fsdp.state_dict import slot_of
+from ..fsdp.state_dict import slot_of, written_parameters
 from ..layout import Piece
 from ..optimizer_state.forms import NOTE
 from ..optimizer_state.kinds import Slot, Span
@@ -96,7 +96,7 @@ class ParameterNames:
         self._of_param: dict[int, str] = {}
         self._listings: dict[int, Registered] = {}
         self.frozen: set[str] = set()
-        for name, param, flat, number in model.parameters():
+        for name, param, flat, number in written_parameters(model.module):
             if not (param if flat is None else flat.param).requires_grad:
                 self.frozen.add(name)
             if flat is None:

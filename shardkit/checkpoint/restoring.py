@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Backend
+from ..checks import attempt, some
 from ..errors import ConfigurationError
 from ..launching.run_folder import note_checkpoints
 from ..layout import Box
@@ -27,7 +28,7 @@ from .format.metadata import Chunk, Record
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
 from .rank_states import Stateful, equal, load_loader, set_random_states
-from .saving import agree, attempt, wait_for_earlier
+from .saving import agree, wait_for_earlier
 
 
 class Wanted(NamedTuple):
@@ -109,7 +110,7 @@ class OptimizerReads:
         self._others = {str(key): name for key, name in beside.items() if key not in _ONE}
         if unclaimed := holder.unclaimed(self._others, self._named):
             raise ConfigurationError(
-                f"{stored.folder} has {_some(unclaimed)} beside the state of parameters, which no optimizer of the "
+                f"{stored.folder} has {some(unclaimed)} beside the state of parameters, which no optimizer of the "
                 "list has now, so whose it is can't be told. Build them as they were, or keep such state in extra="
             )
         self._numbers: list[_Number] = []
@@ -141,8 +142,8 @@ class OptimizerReads:
             mine_alone = {*mine} - {*theirs} - _OF_SCHEDULERS
             if theirs_alone and mine_alone:
                 raise ConfigurationError(
-                    f"group {k} of the optimizer in {self._stored.folder} has options {_some(theirs_alone)}, and here "
-                    f"it has {_some(mine_alone)}: that was another class of optimizer. Build the same, or restore "
+                    f"group {k} of the optimizer in {self._stored.folder} has options {some(theirs_alone)}, and here "
+                    f"it has {some(mine_alone)}: that was another class of optimizer. Build the same, or restore "
                     "without optimizer="
                 )
             listed, own_names = set(self._stored.object(theirs["params"])), set(mine["params"])
@@ -151,8 +152,8 @@ class OptimizerReads:
             here = own_names - (self._holder.names.frozen - listed)
             if there != here:
                 raise ConfigurationError(
-                    f"group {k} of the optimizer in {self._stored.folder} has parameters {_some(there - here)} that it "
-                    f"has not here, and lacks {_some(here - there)}; build the groups as they were"
+                    f"group {k} of the optimizer in {self._stored.folder} has parameters {some(there - here)} that it "
+                    f"has not here, and lacks {some(here - there)}; build the groups as they were"
                 )
         return saved
 
@@ -357,8 +358,8 @@ class _Restoring:
             self._refuse(part)
         if missing or unexpected:
             raise ConfigurationError(
-                f"the {part} is not the one in {self._stored.folder}: not in the checkpoint are {_some(missing)}; not "
-                f"in the {part} are {_some(unexpected)}. Nothing was restored"
+                f"the {part} is not the one in {self._stored.folder}: not in the checkpoint are {some(missing)}; not "
+                f"in the {part} are {some(unexpected)}. Nothing was restored"
             )
         for name, leaf in leaves.items():
             if isinstance(leaf, Leaf) is not (there[name] in self._stored.tensors):
@@ -407,9 +408,3 @@ class _Restoring:
             read = self._extra.get(path)
             inner[str(path[-1])] = self._stored.object(name) if read is None else read.leaf.base
         return Restored(self._stored.folder, manifest.step, extra, manifest.run, manifest.world_size)
-
-
-def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return f"{', '.join(found[:5])}{more}" if found else "none"

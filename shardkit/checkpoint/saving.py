@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import errors
-from ..checks import all_gather_facts, check_same_everywhere
+from ..checks import attempt, check_same_everywhere, facts_of_all
 from ..errors import (
     CheckpointError,
     ConfigurationError,
@@ -41,7 +41,7 @@ from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.forms import kinds_everywhere
 from ..optimizer_state.kinds import Leaf, Ranks
 from ..progress import note_error, noting_errors
-from ..types import ProcessGroup, T, Tree
+from ..types import ProcessGroup, Tree
 from .collecting import (
     Collected,
     Entry,
@@ -386,14 +386,6 @@ def save(*args: Tree, **kwargs: Tree) -> Handle | None:
 
 
 # ------------------------------------------------------------ what happened on each rank, told to all
-def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs some work; returns its result, or the error that it raised."""
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks have to hear of it
-        return None, error
-
-
 def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = None) -> list[Tree]:
     """Returns each rank's fact, on every rank, unless something went wrong on one (collective).
 
@@ -403,11 +395,7 @@ def agree(ranks: Ranks, problem: Exception | None, what: str, fact: object = Non
         fact: see :func:`all_gather_facts`.
     """
     mine = None if problem is None else described(problem)
-    if ranks.group is None:
-        everybody = [(mine, fact)]
-    else:
-        control = ranks.group.channel("control")
-        everybody = all_gather_facts(control, (mine, fact), label=what)
+    everybody = facts_of_all([] if ranks.group is None else [ranks.group], (mine, fact), label=what)
     for rank, (theirs, _) in zip(ranks.world, everybody, strict=True):
         if theirs is not None:
             raise raised(theirs, what, rank if ranks.size > 1 else None) from problem
@@ -493,10 +481,7 @@ class Handle:
         """Begins, in a thread that the end of the program waits for."""
 
         def run() -> None:
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - raised where the training waits
-                self._error = error
+            _, self._error = attempt(work)  # raised where the training waits
 
         self._thread = threading.Thread(target=run, name="shardkit checkpoint")
         _running[rank] = self

@@ -48,7 +48,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..checks import check_same_everywhere, option_facts
+from ..checks import check_same_everywhere, option_facts, some
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.forms import check_loaded, mark_state_dicts
 from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
@@ -114,11 +114,8 @@ class _Looked:
                 continue
             if are_some or unused.used is not None:
                 used = unused.used
-                ranges = [
-                    (p.offset, p.offset + p.numel)
-                    for p in flat.layout.pieces()
-                    if p.rank == flat.group.rank and unused.originals[p.item]
-                ]
+                here = [p for p in flat.layout.of_rank(flat.group.rank).values() if unused.originals[p.item]]
+                ranges = [(p.offset, p.offset + p.numel) for p in here]
                 kept = UnusedRanges(ranges) if used is None else UsedMask(used)
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
@@ -280,10 +277,10 @@ def _refuse_originals(optimizer: Optimizer) -> None:
     params = [p for g in optimizer.param_groups for p in g["params"]]
     originals = [p for p in params if managing(p) is not None and shard_behind(p) is None]
     if originals:
-        names = ", ".join(sorted(repr(name_of_original(p)) for p in originals)[:3])
+        names = some(repr(name_of_original(p)) for p in originals)
         raise LifecycleError(
             f"{len(originals)} of the {len(params)} parameters of this {type(optimizer).__name__} were taken over by "
-            f"FSDP modules after it was made ({names}{', ...' if len(originals) > 3 else ''}): it would never change "
+            f"FSDP modules after it was made ({names}): it would never change "
             "them. Make the optimizer after wrapping, from the wrapped model's parameters()"
         )
 
@@ -314,9 +311,9 @@ def agree_on_step(listings: Sequence[Registered], what: str, others: Iterable[st
     cleared = [*others]
     for listing in listings:
         if listing.param.grad is None and listing.flat.unused.is_noted:
-            unused, flat, here = listing.flat.unused.originals, listing.flat, set[int]()
+            unused, flat = listing.flat.unused.originals, listing.flat
             mine = range(listing.first, listing.first + len(listing.originals))
-            here.update(p.item for p in flat.layout.pieces() if p.rank == flat.group.rank and p.item in mine)
+            here = flat.layout.of_rank(flat.group.rank).keys() & mine
             if any(not unused[k] for k in here or mine):
                 cleared.append(listing.label)
     if cleared:

@@ -19,9 +19,9 @@ over this rank's part, of that class, and there is no shard in memory. Before ea
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
 A frozen parameter of a class that says no more than which tensors it is made of travels as their rows.
-What is frozen and made of tensors is saved as these, under names that say what the whole is beside them, if those of
-all ranks, end to end, are those of the whole (NF4's blocks), and exported as it is gathered. Of one that is trained
-only its class knows what an optimizer keeps.
+What is frozen and made of tensors is saved as these, beside an entry whose name says what the whole is besides, if
+those of all ranks, end to end, are those of the whole (NF4's blocks), and exported as it is gathered. Of one that is
+trained only its class knows what an optimizer keeps.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ class ExtendedParameter(OriginalParameter):
 
     def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
         """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
-        spans, parts = (self.spans or {}).values(), named_parts(name, self.part, self.facts)
+        spans, parts = (self.spans or {}).values(), named_parts(name, self.part)
         for (shape, start), (full, t) in zip(spans, parts.items(), strict=True):
             yield full, shape, t.view(-1), None if start is None else Piece(0, start, 0, 0, t.numel())
 

@@ -45,7 +45,6 @@ from .state_dict import (
     mark,
     metadata,
     name_at,
-    place_of,
     sharded_state_dict,
     slot_of,
     written_parameters,
@@ -112,7 +111,7 @@ def _that_count(flat: FlatParam, gradients: list[torch.Tensor], norm_type: float
     if flat.unused.used is not None:
         return [torch.where(flat.unused.used, gradient, torch.full_like(gradient, math.inf))]
     rank, unused = flat.group.rank, flat.unused.originals
-    here = [p for p in flat.layout.pieces() if p.rank == rank and not unused[p.item]]
+    here = [p for p in flat.layout.of_rank(rank).values() if not unused[p.item]]
     return [gradient.view(-1)[p.offset : p.offset + p.numel] for p in here]
 
 
@@ -473,9 +472,12 @@ def _exported(
         yield rename(found)
     rest: dict[str, torch.Tensor | Change] = {}
     if _is_here(root, on):
-        whole = {n: p for n, p in written_parameters(root.door) if place_of(p)[0] is None}
-        rest = {**{n: _cast(p.detach(), dtype) for n, p in whole.items()}, **dict(buffers_of(modules))}
+        rest = {**{n: _cast(p, dtype, n) for n, p in _whole(root)}, **dict(buffers_of(modules))}
     yield rename(rest)
+
+
+def _whole(root: ShardingState) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((n, p.detach()) for n, p, flat, _ in written_parameters(root.door) if flat is None)
 
 
 def _check_export(
@@ -495,6 +497,13 @@ def _check_export(
                 f"{flat.names[0]!r} has 16 bytes an element, or is made of several tensors and dtype= is not named, or "
                 "this is inside of summon_full_params(): its changes can't be told; leave out since="
             )
+    are_apart = any(flat.originals[0].is_apart for flat in root.all_flats())
+    if dtype not in root.exported_in and (
+        are_apart or any(is_traceable_wrapper_subclass(p) for _, p in _whole(root))
+    ):
+        for _ in _exported(root, _Renaming(root.door, None), dtype, None, None):
+            pass  # on all ranks, once, before anything is sent: a class of weights may have no values of this dtype
+        root.exported_in.add(dtype)
 
 
 @contextlib.contextmanager
@@ -518,16 +527,22 @@ def _is_here(state: ShardingState, on: int | None) -> bool:
     return on is None or (state.group.rank == on and (state.replicas is None or state.replicas.rank == 0))
 
 
-def _cast(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    made: Tree = values.to(dtype) if dtype is not None and values.is_floating_point() else values
-    is_plain = dtype is None or not is_traceable_wrapper_subclass(made)
-    return made if is_plain else values.dequantize().to(dtype)
+def _cast(values: torch.Tensor, dtype: torch.dtype | None, name: str = "") -> torch.Tensor:
+    try:
+        made: Tree = values.to(dtype) if dtype is not None and values.is_floating_point() else values
+        is_plain = dtype is None or not is_traceable_wrapper_subclass(made)
+        return made if is_plain else values.dequantize().to(dtype)
+    except Exception as error:  # classes of tensors raise whatever they like
+        raise ConfigurationError(
+            f"{name!r} is a {type(values).__name__}, which gives no values of {dtype} "
+            f"({type(error).__name__}: {error}). Leave dtype= out: then it comes as it is"
+        ) from error
 
 
 def _given(original: OriginalParameter, dtype: torch.dtype | None) -> torch.Tensor:
     """Returns the values of one that is summoned; a copy where its memory is given back."""
     values = original.param.detach()
-    return _cast(copied(values) if original.is_apart else values, dtype)
+    return _cast(copied(values) if original.is_apart else values, dtype, original.name)
 
 
 def _named(

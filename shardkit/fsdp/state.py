@@ -157,6 +157,7 @@ class ShardingState:
         is_computing: inside of a forward of a module sharded in place, or of another method of it.
         buffer_dtypes: own dtypes of buffers that were cast, by module and name.
         uncollected: optimizer state that is this rank's alone.
+        exported_in: dtypes that all weights were seen to have values of; None: their own.
         run_id: the same on all ranks, and of no other unit.
         copies: made since the last backward; for each, how many backwards had gone through it.
     """
@@ -186,6 +187,7 @@ class ShardingState:
         self.is_computing = self.is_asleep = False
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.uncollected: dict[int, StateDict] = {}
+        self.exported_in: set[torch.dtype | None] = {None}
         self.run_id = ""
         self.copies: tuple[int, ...] = ()
         note_state(self)

@@ -33,7 +33,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..layout import Piece, ShardLayout
 from ..optimizer_state.forms import Held, gather_by_index, note_whole_states, shard_by_index
-from ..optimizer_state.kinds import Leaf, Slot, Span, piece_of
+from ..optimizer_state.kinds import Fixed, Leaf, Slot, Span, add_named, noted, piece_of
 from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
@@ -119,8 +119,8 @@ class Pieces(torch.Tensor):
 
 
 # ------------------------------------------------------------ a model's parameters, as it was written
-def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters of a model under all names that it was written with: those of tied weights, too."""
+def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, FlatParam | None, int]]:
+    """Yields (name as it was written, parameter, flat parameter that it lies in, number there); tied ones each time."""
     for path, module in nn.Module.named_modules(model, remove_duplicate=False):
         taken = dict(hidden(module))
         for name in written_names(module):
@@ -131,10 +131,10 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 param = listing.originals[0].param
             is_shard = isinstance(param, FlatParameter) and shard_behind(param) is not None
             if param is not None and not is_shard:
-                yield name_at(path, name), param
+                yield name_at(path, name), param, *_place_of(param)
 
 
-def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
+def _place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
     """Returns the flat parameter that a parameter lies in, and its number there."""
     listing = shard_behind(param)
     if listing is not None:  # listed in place of one original parameter
@@ -142,32 +142,35 @@ def place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
     return owner_of(param) or (None, 0)
 
 
-def sharded_state_dict(state: ShardingState) -> dict[str, torch.Tensor]:
+def sharded_state_dict(state: ShardingState) -> StateDict:
     """Returns parameters and buffers under their own names, for DCP: of what is sharded, this rank's pieces.
 
     Raises:
         ConfigurationError: a parameter that was wrapped on the meta device has no values yet.
     """
-    found: dict[str, torch.Tensor] = {}
-    here: dict[FlatParam, dict[int, Piece]] = {}
+    found: StateDict = {}
+    for flat in state.all_flats():
+        check_saved(flat, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
     # what is handed out may be written to, which a rank without rows would not see
     states = state.states()
     for group in dict.fromkeys(f.group for own in states for f in own.flats if f.kept_at is not None):
         group.channel("parameters").agree("sharded_state_dict() of frozen values that are kept")
     for own in states:
         own.unit.give_back_frozen()
-    for name, param in written_parameters(state.door):
-        flat, number = place_of(param)
-        if flat is None:
-            found[name] = param.detach()
-            continue
-        if flat not in here:
-            check_saved(flat, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
-            here[flat] = {p.item: p for p in flat.layout.pieces() if p.rank == flat.group.rank}
-        for part, leaf in leaves_of(name, flat, number, here[flat].get(number), (0,), ()).items():
-            found[part] = Pieces(leaf) if leaf.copies else leaf.base.view(leaf.shape)
-    found.update(buffers_of(state.door.named_modules()))
+    for name, param, lies_in, number in written_parameters(state.door):
+        if lies_in is None:
+            add_named(found, {name: param.detach()})
+        else:
+            leaves = leaves_of(name, lies_in, number, (0,), ())
+            add_named(found, {part: _for_dcp(leaf) for part, leaf in leaves.items()})
+    add_named(found, dict(buffers_of(state.door.named_modules())))
     return found
+
+
+def _for_dcp(leaf: Leaf | Fixed) -> Tree:
+    if isinstance(leaf, Fixed):
+        return leaf.value
+    return Pieces(leaf) if leaf.copies else leaf.base.view(leaf.shape)
 
 
 def name_at(path: str, name: str) -> str:
@@ -181,16 +184,16 @@ def check_saved(flat: FlatParam, what: str, instead: str) -> None:
     refuse_meta(flat)
 
 
-def leaves_of(
-    name: str, flat: FlatParam, number: int, piece: Piece | None, *copies: tuple[int, ...]
-) -> dict[str, Leaf]:
+def leaves_of(name: str, flat: FlatParam, number: int, *copies: tuple[int, ...]) -> dict[str, Leaf | Fixed]:
     """Returns what this rank has of an original parameter, by names; ``copies`` of what is cut, and of what is not."""
     original = flat.originals[number]
     if is_in_parts(original):
-        return {
+        parts = {
             part: piece_of(shape, run, cut or Piece(0, 0, 0, 0, shape.numel()), copies[cut is None])
             for part, shape, run, cut in original.saved(name)
         }
+        return parts | noted(name, original.facts)
+    piece = flat.layout.of_rank(flat.group.rank).get(number)
     return {name: piece_of(original.shape, flat.param.detach(), piece, copies[0])}
 
 
@@ -586,7 +589,7 @@ def loading(door: nn.Module) -> Iterator[None]:
 def slot_of(listing: Registered) -> Slot:
     """Returns the slot that stands for original parameters in the state of an optimizer with this listing's shard."""
     rank = listing.group.rank
-    here = {p.item: p for p in listing.layout.pieces() if p.rank == rank}
+    here = listing.layout.of_rank(rank)
     spans = []
     for item, (name, original) in enumerate(zip(listing.names, listing.originals, strict=True)):
         piece, is_empty = here.get(item), not original.shape.numel()

@@ -14,12 +14,12 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import Group
-from ..checks import all_gather_facts
+from ..checks import facts_of_all
 from ..errors import ConfigurationError, RankMismatchError
 from ..layout import Box, Piece, boxes_of_piece, whole_box
 from ..optimizers.shards import options_of
 from ..torch_seams.tensors import INTEGERS, MarkedTensor, is_dtensor
-from ..types import SavedState, StateDict, Tree
+from ..types import SavedState, StateDict, T, Tree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -140,11 +140,8 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
             raise problem
         return
     prints = _fingerprints(state_dict) if problem is None else {}
-    everybody = all_gather_facts(
-        group.channel("control"),
-        (None if problem is None else str(problem), prints),
-        label="check of loaded state",
-    )
+    fact = None if problem is None else str(problem), prints
+    everybody = facts_of_all([group], fact, label="check of loaded state")
     if problem is not None:
         raise problem
     for rank, (what, _) in zip(group.ranks, everybody, strict=True):
@@ -365,6 +362,21 @@ class Ranks:
             "parallelism). Pass group= with the ranks that the model is sharded over, and a folder of its own for each "
             "such group; or replicas= when sharding, if they hold the same"
         )
+
+
+def noted(name: str, facts: str | None) -> dict[str, Fixed]:
+    """Says in a name what one is beside the tensors that it is made of: names are compared where they are read."""
+    return {f"{name} is {facts}": Fixed(facts)} if facts else {}
+
+
+def add_named(found: dict[str, T], named: Mapping[str, T]) -> None:
+    """Adds what is saved; raises ConfigurationError where something else has one of its names."""
+    for name in found.keys() & named.keys():
+        raise ConfigurationError(
+            f"two things would be saved as {name!r}: give one another name. (What a weight consists of is named after "
+            'it: "0._weight_scale")'
+        )
+    found.update(named)
 
 
 def whole(tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, not_compiled
-from ..checks import all_gather_facts, in_words, option_facts
+from ..checks import facts_of_all, in_words, option_facts
 from ..errors import ConfigurationError
 from ..torch_seams.tensors import is_dtensor
 from ..types import Args, Kwargs, ParamGroup, StateDict, Tree
@@ -283,9 +283,7 @@ class AgreedGradients:
         if not group.backend.even_shards_only and (before is None or len(before) != len(there)):
             others = [has for has, mine in zip(there, owned, strict=True) if not mine]
             keeps_own = any(there) and bool(others) and not any(others)
-            told = all_gather_facts(
-                group.channel("control"), keeps_own, label="the first gradients of an OSS"
-            )
+            told = facts_of_all([group], keeps_own, label="the first gradients of an OSS")
             self._are_whole = not any(told)
         if self._are_whole:
             without = [str(k) for k, has in enumerate(there) if not has]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..checks import some
 from ..errors import ConfigurationError
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, clean, state_of
@@ -161,10 +162,9 @@ def _warnings(units: Sequence[UnitFacts], world_size: int) -> list[str]:
     found = []
     small = [u.name for u in units[1:] if u.gathered < _SMALL]
     if small and world_size > 1:
-        shown = ", ".join(small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
         found.append(
-            f"{shown}: gathers less than {in_bytes(_SMALL)}, which takes longer to start than to send. Make larger "
-            "parts units (wrap what is around them)"
+            f"{some(small)}: gathers less than {in_bytes(_SMALL)}, which takes longer to start than to send. Make "
+            "larger parts units (wrap what is around them)"
         )
     for u in units:
         if u.gathered >= _WORTH and u.parameters > _LARGE * total and world_size > 1:

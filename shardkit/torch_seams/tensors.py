@@ -226,18 +226,14 @@ def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
             yield from parts_with_memory(part)
 
 
-def named_parts(name: str, value: torch.Tensor, facts: str | None = "") -> dict[str, torch.Tensor]:
-    """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale") with ``facts`` behind;
-    others, and those whose facts are not known, as they are.
-    """
-    if facts is None or not is_traceable_wrapper_subclass(value):
+def named_parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale"); others as it is."""
+    if not is_traceable_wrapper_subclass(value):
         return {name: value}
     path, dot, last = name.rpartition(".")
-    names = value.__tensor_flatten__()[0]
-    return {f"{path}{dot}_{last}_{part}{facts}": getattr(value, part) for part in names}
+    return {f"{path}{dot}_{last}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
 
 
-BESIDE = re.compile(r"(?s) of \S+ as torch\..*")  # behind a part's name; no module's name has such a dot
 # of what classes say of themselves: what is nobody's value, and what doesn't say what it is
 _NO_VALUE = re.compile(r"device\(type='\w+'(, index=\d+)?\)|requires_grad=\w+| at 0x[0-9a-f]+")
 _UNTOLD = re.compile(r"tensor\(|array\(|<lambda>| object at 0x")
@@ -250,7 +246,7 @@ def facts_beside(value: Tree) -> str | None:
     names, context = value.__tensor_flatten__()
     dtypes = {name: getattr(value, name).dtype for name in names}
     numbers = {n: number for n, number in sorted(vars(value).items()) if type(number) in (int, float)}
-    facts = f" of {type(value).__qualname__} as {value.dtype}, {dtypes} with {context!r}, {numbers}"  # type: ignore[attr-defined]
+    facts = f"{type(value).__qualname__} of {value.dtype}, made of {dtypes} with {context!r}, {numbers}"  # type: ignore[attr-defined]
     return None if _UNTOLD.search(facts) else _NO_VALUE.sub("", facts)
 
 

@@ -139,6 +139,21 @@ class Quantized(Wrapping):
         return None
 
 
+class Sealed(Wrapping):
+    """Is itself in any dtype, and gives no values."""
+
+    def dequantize(self) -> Any:
+        raise NotImplementedError("sealed")
+
+
+class Gathered(Quantized):
+    """Is gathered as one that gives no values."""
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().fsdp_post_all_gather(*args, **kwargs)
+        return made and (Sealed(made[0]._data), made[1])
+
+
 class Net(nn.Module):
     """Linear layers of rows that two ranks divide, or not; some of another class."""
 
@@ -316,6 +331,27 @@ def _not_saved(rank: int) -> None:
                 refused()
 
 
+def _not_cast(rank: int) -> None:
+    """What a class has no values of in another dtype is told on all ranks, before anything comes."""
+    for kind, is_sharded in ((Sealed, True), (Sealed, False), (Gathered, True)):
+        model = Net(kind)
+        model.layers.requires_grad_(False)
+        others = None if is_sharded else {layer.weight for layer in model.layers[::2]}
+        fully_shard(model.head, dtensors=True)
+        sharding = sharding_of(fully_shard(model, dtensors=True, ignored_params=others))
+        for way in (
+            lambda sharding=sharding: sharding.export(dtype=torch.bfloat16),
+            lambda sharding=sharding: sharding.export(dtype=torch.bfloat16, on=1, to=pytest.fail),
+            lambda model=model: shardkit.save_weights(model, "/nowhere", dtype=torch.bfloat16),
+        ):
+            said = (
+                r"'layers\.0\.weight' is a Sealed, which gives no values of torch\.bfloat16 \(NotImplemented"
+            )
+            with pytest.raises(ConfigurationError, match=said):
+                way()
+        assert len(list(sharding.export())) == 6
+
+
 def _zeroed(kind: Any, sharded: bool) -> Net:
     model = Net(kind)
     model.layers.requires_grad_(False)
@@ -329,12 +365,12 @@ def _restored_into_another(rank: int, folders: str, kind: Any, other: Any, shard
     with torch.no_grad():
         model.head.bias.add_(1)
     before = {n: t.clone() for n, t in _plain(model).items()}
-    said = r"not in the checkpoint are layers\.0\._weight__data of Zeroed .*4.*; not in the model are .*3"
+    said = r"not in the checkpoint are layers\.0\.weight is Zeroed of .*4.*; not in the model are .*3"
     with pytest.raises(ConfigurationError, match=said):
         shardkit.restore(folder, model=model)
     if sharded:
         dcp.save({"m": sharding_of(saved).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
-        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*_weight__data of Zeroed .*4"):
+        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*weight is Zeroed of .*4"):
             dcp.load({"m": sharding_of(model).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
     _same(_plain(model), before)
     again = _zeroed(kind, sharded)
@@ -353,26 +389,24 @@ def _facts_are_compared(rank: int, folders: str) -> None:
 
 
 def _names_are_told_apart(rank: int, folder: str) -> None:
-    """A buffer, or a parameter, has the name that torchao gives to a part of another."""
+    """A buffer, or a parameter, has the name of a tensor that another is made of."""
     for sharded, is_buffer in ((False, True), (True, True), (True, False), (False, False)):
-        saved, model = Net(Zeroed), Net(Zeroed)
-        for k, each in enumerate((saved, model)):
-            each.layers.requires_grad_(False)
-            taken = nn.Parameter(torch.full((5,), float(k)), requires_grad=not is_buffer)
-            if is_buffer:
-                each.layers[0].register_buffer("_weight__data", taken.data)
-            else:
-                each.layers[0].register_parameter("_weight__data", taken)
-            if sharded:
-                fully_shard(each, dtensors=True)
-        nn.init.zeros_(model.head.bias)
-        place = f"{folder}/names{sharded}{is_buffer}"
-        shardkit.save(place, step=1, model=saved)
-        shardkit.restore(place, model=model)
-        _same(_plain(model), _plain(saved))
-        assert not any(b.any() for b in model.buffers())
+        model = Net(Zeroed)
+        model.layers.requires_grad_(False)
+        taken = nn.Parameter(torch.ones(5), requires_grad=not is_buffer)
+        if is_buffer:
+            model.layers[0].register_buffer("_weight__data", taken.data)
+        else:
+            model.layers[0].register_parameter("_weight__data", taken)
+        ways = [lambda model=model: shardkit.save(f"{folder}/names", step=1, model=model)]
+        ways += [lambda model=model: shardkit.restore(f"{folder}/TrueTrue", model=model)]
         if sharded:
-            assert len(sharding_of(model).sharded_state_dict()) == 7
+            fully_shard(model, dtensors=True)
+            ways += [lambda model=model: sharding_of(model).sharded_state_dict()]
+        for way in ways:
+            with pytest.raises(ConfigurationError, match=r"saved as 'layers\.0\._weight__data': give one"):
+                way()
+        assert not list(Path(folder, "names").glob("step-*"))
 
 
 def _frozen(rank: int) -> None:
@@ -463,7 +497,7 @@ def test_training_beside_fsdp2(rank: int) -> None:
     with pytest.raises(LifecycleError, match=r"layers\.0\.weight"):
         seen[0] + 1
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
-    for part in (_metadata, _in_other_ways, _torchaos, _refused, _not_saved, _frozen):
+    for part in (_metadata, _in_other_ways, _torchaos, _refused, _not_saved, _not_cast, _frozen):
         part(rank)
 
 
@@ -490,7 +524,9 @@ def _weights_written(rank: int, folder: str) -> None:
             layer.weight = nn.Parameter(half, requires_grad=False)
         if sharded:
             fully_shard(model, dtensors=True)
-        said = r"not in the checkpoint are 1\._weight_qdata of Float8Tensor .*bfloat16.*; not in the model .*float32"
+        said = (
+            r"not in the checkpoint are 1\.weight is Float8Tensor of .*bfloat16.*; not in the model .*float32"
+        )
         with pytest.raises(ConfigurationError, match=said):
             shardkit.restore(folder, model=model)
 
@@ -566,12 +602,20 @@ def _quantized_leaves(rank: int, kind: str, folder: str) -> None:
     shardkit.save_weights(model, f"{folder}/half", dtype=torch.float16)
     shardkit.save(folder, step=1, model=model)
     dcp.save({"model": sharding.sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+    shardkit.save(f"{folder}/own", step=1, extra={"weights": sharding.sharded_state_dict()})
+    again = shardkit.restore(f"{folder}/own").extra["weights"]
+    words = {n: again.pop(n) for n in list(again) if isinstance(again[n], str)}
+    assert all(name.endswith(f".weight is {word}") for name, word in words.items())
+    assert len(words) == len(one) - 2
+    _same(again, _parts(one))
     if rank:
         return
     _same({n: v.read() for n, v in read_weights(f"{folder}/files").items()}, _parts(one))
     _same({n: v.read() for n, v in read_weights(f"{folder}/half").items()}, _plain_in(torch.float16, whole))
-    convert(f"{folder}/step-00000001", f"{folder}/converted", Conversion("hf"))
-    _same({n: v.read() for n, v in read_weights(f"{folder}/converted").items()}, _parts(one))
+    for made in ("step-00000001", "dcp"):
+        notes = convert(f"{folder}/{made}", f"{folder}/{made} converted", Conversion("hf"))
+        assert "left out, since safetensors files hold tensors alone: 1.weight is " in str(notes.notes)
+        _same({n: v.read() for n, v in read_weights(f"{folder}/{made} converted").items()}, _parts(one))
     if kind == "nf4":
         return
     torchao = importlib.import_module("torchao.prototype.safetensors.safetensors_support")

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from ...checks import some
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
-from ...torch_seams.tensors import BESIDE
 from ...types import StateDict, Tree
 from .stored import BLOCK, FilePlace, StoredPart, StoredTensor, without_ties
 from .torch_files import read_torch_file
@@ -191,13 +191,13 @@ def write_hugging_face(
     notes = []
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
-        notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(others)}")
+        notes.append(f"left out, since safetensors files hold tensors alone: {some(others)}")
     tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
     for name, kept in shared.items():
         notes.append(f"{name} is tied to {kept}: written once")
     files = SafetensorsFiles(folder, max_shard_size, shared)
     for name, tensor in sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize):
-        files.add(BESIDE.sub("", name), tensor.dtype, tensor.shape, tensor.blocks())
+        files.add(name, tensor.dtype, tensor.shape, tensor.blocks())
     files.finish()
     if files_from is not None:
         notes += _copy_others(folder, files_from, tensors)

@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
+from ...checks import some
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
 from ...torch_seams.tensors import memory_of, narrowed, storage_order
@@ -385,7 +386,7 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
         path = (key,) if key in tree else tuple(key.split("."))
         for part in path:
             if not isinstance(found, Mapping) or part not in found:
-                raise ConfigurationError(f"{where} has no {key!r}; its keys are {_names(tree)}")
+                raise ConfigurationError(f"{where} has no {key!r}; its keys are {some(tree)}")
             found = found[part]
         return path
     for name in _MODEL_KEYS:
@@ -399,7 +400,7 @@ def find_model(tree: StateDict, key: str | None, where: str) -> Path:
     if len(held) == 1:
         return (held[0],)
     raise ConfigurationError(
-        f"{where}: none of its keys is known for a model's state dict ({_names(tree)}); pass --model-key KEY"
+        f"{where}: none of its keys is known for a model's state dict ({some(tree)}); pass --model-key KEY"
     )
 
 
@@ -409,8 +410,3 @@ def without_layer(tree: StateDict) -> tuple[StateDict, str | None]:
         if isinstance(value, dict) and any(isinstance(value.get(name), Mapping) for name in _MODEL_KEYS):
             return value, key
     return tree, None
-
-
-def _names(tree: Mapping[str, object]) -> str:
-    names = [str(k) for k in tree]
-    return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")

@@ -34,7 +34,7 @@ from ...fsdp.construct import wake
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.originals import refuse_split
 from ...fsdp.state import state_of
-from ...fsdp.state_dict import place_of, written_parameters
+from ...fsdp.state_dict import written_parameters
 from ...fsdp.store import own_part, put_together, taken_apart
 from ...layout import Piece
 from ...optimizers.shards import note_stand_in
@@ -218,8 +218,7 @@ def parts_of(model: nn.Module) -> list[Part]:
             wake(state)
     found, seen = [], set()
     pieces: dict[int, list[list[Piece]]] = {}  # of each flat parameter, by item
-    for name, param in written_parameters(model):
-        flat, number = place_of(param)
+    for name, param, flat, number in written_parameters(model):
         key = id(param) if flat is None else (id(flat), number)
         if key in seen:
             continue

@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import AdamW, Optimizer
 
 from ...backend import Group, ReduceOp, not_compiled
-from ...checks import check_same_everywhere, objects_of, option_facts, problems_of_ranks
+from ...checks import attempt, check_same_everywhere, objects_of, option_facts, problems_of_ranks
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.optimizer_check import agree_on_step
@@ -573,11 +573,7 @@ class WholeParameters(Optimizer):
 
     def _make_inners(self) -> None:
         """Makes them; a class that refuses a parameter does so on its owner alone: then all ranks raise."""
-        problem: Exception | None = None
-        try:
-            self._placing.make_optimizers()
-        except Exception as error:  # noqa: BLE001 - of a user's class
-            problem = error
+        _, problem = attempt(self._placing.make_optimizers)
         mine = None if problem is None else f"{type(problem).__name__}: {problem}"
         for group in self._groups.values():
             for rank, theirs in problems_of_ranks(group, mine, "check of optimizers"):
