@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_398,  # the files right there
     "shardkit/checkpoint": 6_547,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_469,
+    "shardkit/fsdp": 11_472,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -26,7 +26,7 @@ PARTS = {
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_574,
     "shardkit/tools": 7_530,
-    "shardkit/torch_seams": 1_295,
+    "shardkit/torch_seams": 1_292,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_776,
     "shardkit/wrapping": 1_012,

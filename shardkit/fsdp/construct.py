@@ -238,7 +238,7 @@ def find(state: ShardingState, claimed: set[int]) -> Found:
                 found.devices.add(p.device)
                 found.mesh = found.mesh or original.mesh
                 if options.placement is not None:
-                    original.dim = dimension_of(options.placement(p), full, p, options.mesh)
+                    original.dim = dimension_of(options.placement(p), full, p)
                 original.keeps_dtype = options.keeps_dtype is not None and options.keeps_dtype(p)
     claimed.update(by_param)
     return found

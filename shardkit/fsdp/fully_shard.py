@@ -110,6 +110,7 @@ def fully_shard(
     if dtensors and len(given) > 1:  # of modules that lie in others these
         inside = {id(m) for other in given for m in other.modules() if m is not other}
         modules = [m for m in given if id(m) not in inside]
+    mesh, words, on_others = words.by_mesh(modules, mesh) if dtensors else (mesh, words, [])
     whole_mesh, mesh = words.meshes(mesh)
     casts = words.mp_policy is None or words.mp_policy.cast_forward_inputs
     if mesh is not None:
@@ -136,7 +137,7 @@ def fully_shard(
     )
     _check(given, units, dtensors)
     companions: list[ShardingState] = []
-    for members, other, said in words.on_other_meshes(modules, mesh) if dtensors else ():
+    for members, other, said in on_others:
         fully_shard(members, mesh=other, sync_module_states=sync_module_states, **said)
         companions += [state for m in members if (state := state_of(m)) is not None]
     ignored = Ignored(parameters=set(words.ignored_params or ()))
@@ -179,8 +180,7 @@ def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], d
                 f"fully_shard does not support containers that do not implement forward ({type(module).__name__}): "
                 "nobody calls them. Shard their members, each or as a list"
             )
-        without = list(modules[:k])
-        without += [s.module for s in inside if s.options.dtensors] if inside else []
+        without = [*modules[:k], *(s.module for s in inside if s.options.dtensors)]
         check_wrappable(module, "fully_shard", may_hold=Door, without=without, may_list=may_list)
 
 

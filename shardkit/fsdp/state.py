@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group
+from ..errors import ConfigurationError
 from ..layout import AlignedLayout, ShardLayout, in_runs
 from ..optimizers.shards import given_way
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -265,6 +266,11 @@ class ShardingState:
         options, ranks = self.options, self.group.world_size
         if options.placement is None or ranks == 1:
             return options.layout(list(map(_shape_of, originals)), ranks)
+        if not options.dtensors:
+            raise ConfigurationError(
+                "shard_placement_fn says how DTensors are cut, and with dtensors=False, or where anything is said in "
+                "shardkit's words (precision=, align=, ...), others are listed: pass dtensors=True, or leave it out"
+            )
         layout = options.layout([original.rows for original in originals], ranks)
         return in_runs(layout, [original.shape[: original.dim].numel() for original in originals])
 

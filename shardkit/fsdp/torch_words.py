@@ -67,7 +67,7 @@ class TorchsWords(NamedTuple):
         dims = self.dp_mesh_dims
         if dims is None or given is None:
             return None, given
-        shard, replicate = _names(dims.shard), _names(dims.replicate)
+        shard, replicate = dims.shard_names, dims.replicate_names
         unknown = [name for name in (*shard, *replicate) if name not in (given.mesh_dim_names or ())]
         if unknown or not shard:
             nothing = "nothing is sharded, which is DistributedDataParallel's"
@@ -83,47 +83,50 @@ class TorchsWords(NamedTuple):
         parts = [given[names]._flatten("_".join(names)) for names in (replicate, shard) if names]
         return whole, parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
-    def on_other_meshes(
+    def by_mesh(
         self, modules: Sequence[nn.Module], mesh: DeviceMesh | None
-    ) -> list[tuple[list[nn.Module], DeviceMesh, TorchsArguments]]:
-        """Lists modules inside whose parameters ``shard_placement_fn`` puts on other meshes, and how to shard them.
+    ) -> tuple[DeviceMesh | None, TorchsWords, list[tuple[list[nn.Module], DeviceMesh, TorchsArguments]]]:
+        """Returns mesh and words for modules' own parameters, and lists modules inside that are on other meshes.
+
+        It is ``shard_placement_fn`` that puts parameters there.
 
         Raises:
-            ConfigurationError: parameters in one of these modules are to be over several meshes.
+            ConfigurationError: parameters in one of the modules are to be over several meshes.
         """
         if self.shard_placement_fn is None:
-            return []
-        infos: dict[Tree, Tree] = {}
+            return mesh, self, []
+        ignored, (_, of_call) = self.ignored_params or (), self.meshes(mesh)
+        said: dict[Tree, Tree] = {of_call: (mesh, self.dp_mesh_dims)}
         meshes_of: dict[nn.Module, list[Tree]] = {}
-        ignored = self.ignored_params or ()
         for m in (m for each in modules for _, m in modules_outside_units(each)):
-            own = [p for p in m._parameters.values() if p is not None and p not in ignored]
-            chosen = [getattr(self.shard_placement_fn(p), "mesh_info", None) for p in own]
-            infos.update((info.mesh, info) for info in chosen if info is not None)
-            meshes_of[m] = [mesh if info is None else info.mesh for info in chosen]
+            meshes_of[m] = here = []
+            for p in (p for p in m._parameters.values() if p is not None and p not in ignored):
+                info = getattr(self.shard_placement_fn(p), "mesh_info", None)
+                here.append(of_call if info is None else info.mesh)
+                whole, dims = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
+                said.setdefault(here[-1], (whole or here[-1], dims))
+        home = next((other for m in modules for other in meshes_of[m]), of_call)
         found: dict[Tree, list[nn.Module]] = {}
         for m, meshes in meshes_of.items():
-            if m in modules or all(other == mesh for other in meshes):
+            if all(other == home for other in meshes):
                 continue
-            below = {other for _, inside in modules_outside_units(m) for other in meshes_of[inside]}
+            below = {home} if m in modules else set()
+            below.update(other for _, inside in modules_outside_units(m) for other in meshes_of[inside])
             if len(below) > 1:
                 raise ConfigurationError(
                     f"shard_placement_fn gives parameters in a {type(m).__name__} the meshes {below}: those that are "
-                    "not over the call's mesh have to lie in modules of their own, which become units"
+                    "over another one have to lie in modules of their own, which become units"
                 )
             found.setdefault(meshes[0], []).append(m)
-        return [(members, *self._said_of(infos[other])) for other, members in found.items()]
-
-    def _said_of(self, info: Tree) -> tuple[DeviceMesh, TorchsArguments]:
-        """Returns the mesh and words for parameters that have this ``mesh_info``, inside of what casts for them."""
-        choose = cast("Callable[[nn.Parameter], Tree]", self.shard_placement_fn)
-        said = self._replace(
-            shard_placement_fn=lambda p: choose(p).placement, dp_mesh_dims=getattr(info, "dp_mesh_dims", None)
-        )
-        if self.mp_policy is not None:
+        inside = self
+        if self.mp_policy is not None:  # what is around casts for them
             policy = replace(self.mp_policy, cast_forward_inputs=False, output_dtype=None)
-            said = said._replace(mp_policy=policy)
-        return getattr(info, "spmd_mesh", None) or info.mesh, cast("TorchsArguments", said._asdict())
+            inside = self._replace(mp_policy=policy)
+        words = {other: inside._replace(dp_mesh_dims=dims)._asdict() for other, (_, dims) in said.items()}
+        others = [
+            (each, said[other][0], cast("TorchsArguments", words[other])) for other, each in found.items()
+        ]
+        return said[home][0], self._replace(dp_mesh_dims=said[home][1]), others
 
     def precision(self, given: PrecisionPolicy | None) -> PrecisionPolicy | None:
         """Returns the dtypes of compute."""
@@ -172,10 +175,6 @@ class TorchsWords(NamedTuple):
         """Gives outputs of its forward ``output_dtype`` from now on."""
         if self.mp_policy is not None and self.mp_policy.output_dtype is not None:
             module.register_forward_hook(partial(_cast_outputs, self.mp_policy.output_dtype))
-
-
-def _names(dims: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
 
 
 def _checked(comm: Comm | None) -> Comm | None:
@@ -353,13 +352,11 @@ class TorchsMethods:
         wake(state)
         if state.engine is not None:
             state.engine.check_idle(method)
-        options, group = state.options, state.options.group
-        precision, reduce = options.precision, options.reduce
+        options, precision, reduce = state.options, state.options.precision, state.options.reduce
         are_plain = not (
             precision.compression or reduce.compression or reduce.order or options.reshard.sends_changes
         )
-        if group is None and torch.distributed.is_initialized():
-            group = torch.distributed.group.WORLD
+        group = options.group or torch.distributed.group.WORLD
         comms = replace(state.unit.comms, process_group=group, **changes)
         if comms.are_custom and not (are_plain and state.group.backend.has_storage and not is_group(group)):
             raise ConfigurationError(

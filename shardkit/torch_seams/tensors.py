@@ -426,27 +426,23 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return both
 
 
-def dimension_of(chosen: object, name: str, param: nn.Parameter, mesh: DeviceMesh | None) -> int:
+def dimension_of(said: object, name: str, param: nn.Parameter) -> int:
     """Returns the dimension along which a parameter is cut, by what torch's ``shard_placement_fn`` says of it.
 
     Raises:
-        ConfigurationError: it says something else, or names another mesh than the call's.
+        ConfigurationError: it says something else.
     """
     from torch.distributed.tensor import Shard
 
-    info = getattr(chosen, "mesh_info", None)  # ShardPlacementResult of torch 2.13
-    said, chosen = chosen, chosen if info is None else getattr(chosen, "placement", None)
-    wrong = "Expected Shard"
+    chosen, wrong = getattr(said, "placement", said), "Expected Shard"  # ShardPlacementResult of torch 2.13
     if chosen is None or isinstance(chosen, Shard):
         dim = 0 if chosen is None else chosen.dim + (param.dim() if chosen.dim < 0 else 0)
-        is_there = dim == 0 or 0 <= dim < param.dim()
-        if is_there and (info is None or info.mesh == mesh):
+        if dim == 0 or 0 <= dim < param.dim():
             return dim
-        wrong = "it has another mesh" if is_there else f"Shard dim {dim} is invalid for {param.dim()}D tensor"
+        wrong = f"Shard dim {dim} is invalid for {param.dim()}D tensor"
     raise ConfigurationError(
         f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: {wrong}. Parameters are cut along "
-        "one of their dimensions, all of a call over the mesh that it is given; call fully_shard for a module whose "
-        "parameters are to have another one"
+        "one of their dimensions"
     )
 
 

@@ -170,7 +170,8 @@ def test_experts_beside_fsdp2_and_one_process(rank: int) -> None:
         torch.testing.assert_close(_train(model, [rank], 1), truth, rtol=1e-6, atol=1e-8)
         assert {name for name in _seen if "c10d" in name} <= {"c10d::allreduce_"}
         torch.testing.assert_close(whole(dict(model.named_parameters())), dict(one.named_parameters()))
-    if has_meshes:  # a module's own parameters are over the mesh of its call
+    if has_meshes:  # a module's own parameters are over one mesh
         there = ShardPlacementResult(Shard(1), FSDPMeshInfo(world["edp"], shard_mesh_dim=0))
-        with pytest.raises(ConfigurationError, match="it has another mesh"):
-            fully_shard(Experts(), mesh=world["ep"], shard_placement_fn=lambda _: there)
+        experts = Experts()
+        with pytest.raises(ConfigurationError, match="in modules of their own"):
+            fully_shard(experts, mesh=world["ep"], shard_placement_fn={experts.up: there}.get)

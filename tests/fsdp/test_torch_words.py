@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Shard
@@ -53,12 +54,16 @@ from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.beside import assert_same, train_beside, whole
 from tests.pools import on_ranks
 
+common: Any = _fsdp_common
+
 
 class Dims(NamedTuple):
     """torch's DataParallelMeshDims, which torch has from 2.13 on."""
 
     shard: str | None
     replicate: str | None
+    shard_names = property(lambda self: (self.shard,) if self.shard else ())
+    replicate_names = property(lambda self: (self.replicate,) if self.replicate else ())
 
 
 class Net(nn.Module):
@@ -379,10 +384,18 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
         ({"mesh": flat, "dp_mesh_dims": Dims("fsdp", None)}, "it has no 'fsdp'"),
         ({"mesh": flat, "dp_mesh_dims": Dims(None, "dp")}, "DistributedDataParallel"),
         ({"dtensors": True}, "containers that do not implement forward"),
+        (
+            {"dtensors": False, "shard_placement_fn": lambda p: Shard(0)},
+            "pass dtensors=True, or leave it out",
+        ),
+        (
+            {"precision": PrecisionPolicy(), "shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+            "says how DTensors are cut",
+        ),
     ]
     for options, text in wrong:
         with pytest.raises(ConfigurationError, match=text):
-            fully_shard(Net().layers if "dtensors" in options else Net(), **options)
+            fully_shard(Net().layers if options.get("dtensors") else Net(), **options)
     with pytest.raises(TypeError, match="reshard_after"):
         fully_shard(Net(), reshard_after=True)  # type: ignore[call-arg]
     if hasattr(torch.Tensor, "grad_dtype"):
@@ -934,3 +947,63 @@ def test_parameters_computed_with_in_dtypes_of_their_own(rank: int) -> None:
     )
     with pytest.raises(RankMismatchError, match="computed with as it is"):
         fully_shard(Scaled(), mp_policy=by_rank)
+
+
+class Offset(nn.Module):
+    """Has parameters of its own, and modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.scale, self.shift = nn.Parameter(torch.rand(5)), nn.Parameter(torch.rand(5))
+        self.inside = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x * self.scale + self.shift)  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(not hasattr(common, "ShardPlacementResult"), reason="of torch 2.12")
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+@on_ranks(4)
+def test_own_parameters_on_another_mesh(rank: int, tmp_path: Path, low: torch.dtype | None) -> None:
+    """A module's own parameters take the mesh that they are put on, and those inside the call's, as in torch."""
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    info: Any = common.HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def place(p: nn.Parameter) -> Any:
+        own = common.ShardPlacementResult(placement=None, mesh_info=info)
+        return own if p.shape == (5,) else Shard(1) if p.shape == (6, 4) else None
+
+    truth: Any = Offset()
+    models: list[Any] = [Offset(), Offset(), Offset()]
+    policy = MixedPrecisionPolicy(low, torch.float32, torch.float32)
+    for shard, model in zip((fully_shard, fully_shard, torchs_fully_shard), models, strict=True):
+        shard(model, mesh=flat, shard_placement_fn=place, mp_policy=policy)
+        assert [p.device_mesh for p in model.parameters()] == [hybrid, hybrid, flat, flat, flat, flat]
+        model.set_force_sum_reduction_for_comms(True)  # gloo has nothing else for torch's
+        model.set_gradient_divide_factor(2.0)
+    mine, again, theirs = models
+    x = torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(1))
+
+    def train(model: Any, parts: Any, double: float = 1.0) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for _ in range(2):
+            for micro in range(2):
+                if model is not truth:
+                    model.set_requires_gradient_sync(micro == 1)
+                (double * model(x[micro, parts]).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(dict(model.named_parameters()))
+
+    wanted = train(truth, slice(None), 2.0)
+    close = {"rtol": 0.02, "atol": 0.02} if low else {"rtol": 1e-5, "atol": 1e-6}
+    for model in (mine, theirs):
+        torch.testing.assert_close(train(model, rank), wanted, **close)  # type: ignore[arg-type]
+    dcp.save({"m": mine.state_dict()}, checkpoint_id=tmp_path)
+    state = {"m": again.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    again.load_state_dict(state["m"])
+    torch.testing.assert_close(train(again, rank), train(mine, rank), rtol=0, atol=0)
