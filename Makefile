@@ -122,7 +122,7 @@ NEWEST_ONLY_TESTS := $(addprefix tests/examples/test_examples.py::test_,full_run
   tests/examples/test_training.py::test_mnist_as_a_process \
   "tests/examples/test_vit_training.py::test_trains_saves_goes_on_and_tests[gloo2]" \
   $(addprefix tests/fsdp/test_uneven.py::test_,drawn_steps_on_simulated_ranks drawn_errors_on_simulated_ranks \
-  other_layers_on_simulated_ranks) $(addprefix tests/reduction/test_fixed_order.py::test_,twenty_steps \
+  other_layers_on_many_ranks) $(addprefix tests/reduction/test_fixed_order.py::test_,twenty_steps \
   a_training_goes_on_with_other_ranks drawn_trainings replicas) \
   tests/seeds/test_commands.py::test_without_data_as_processes \
   $(addprefix tests/,test_bad_input.py::test_a_rank_that_dies_during_backward \

@@ -136,10 +136,14 @@ def _counts(world_size: int, seed: int) -> list[list[int]]:
     return [*drawn, [0] * world_size, [1] * world_size, [2, *[0] * (world_size - 1)]]
 
 
-@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
-def test_any_number_of_micro_batches_is_one_process(way: str) -> None:
+WAYS = [(way, "simulated") for way in ("FSDP", "fully_shard", "ShardedDDP")]
+WAYS.append(("dtensors", "gloo"))
+
+
+@pytest.mark.parametrize(("way", "backend"), WAYS)
+def test_any_number_of_micro_batches_is_one_process(way: str, backend: str) -> None:
     for world_size in (2, 3):
-        pool = rank_pool(world_size)
+        pool = rank_pool(world_size, backend if world_size == 3 else "gloo")
         assert not any(
             pool.run(_train, way, [[0, *[2] * (world_size - 1)], *_counts(world_size, 1)], "each", True)
         )
@@ -512,17 +516,15 @@ def _other_layers(rank: int, way: str, counts: list[list[int]]) -> None:
     _compare(rank, way, counts, "each", True, Layers, _loss_by_some)
 
 
-@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
-def test_ranks_run_other_layers_than_others(way: str) -> None:
-    for world_size in (2, 3):
-        rank_pool(world_size).run(_other_layers, way, _counts(world_size, world_size))
-    rank_pool(4).run(_other_layers, "hybrid", _counts(4, 1)) if way == "FSDP" else None
+@pytest.mark.parametrize(("way", "backend"), WAYS)
+def test_ranks_run_other_layers_than_others(way: str, backend: str) -> None:
+    rank_pool(2).run(_other_layers, way, _counts(2, 2))
+    rank_pool(3, backend).run(_other_layers, way, _counts(3, 3))
+    rank_pool(4, backend).run(_other_layers, "hybrid", _counts(4, 1)) if way == "FSDP" else None
 
 
-def test_other_layers_on_simulated_ranks() -> None:
-    for seed in (2, 3, 6):
-        way = ("FSDP", "fully_shard", "ShardedDDP")[seed % 3]
-        rank_pool(2 + seed % 7, "simulated").run(_other_layers, way, _counts(2 + seed % 7, seed)[:4])
+def test_other_layers_on_many_ranks() -> None:
+    rank_pool(8, "simulated").run(_other_layers, "FSDP", _counts(8, 6)[:4])
 
 
 SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
@@ -582,14 +584,12 @@ def _fails(
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["FSDP", "fully_shard", "dtensors", "ShardedDDP"])
-@on_ranks(2)
-def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way: str) -> None:
+def _told(rank: int, way: str, places: list[str]) -> None:
     plain = Net()
     for seed in (5, 6):
         _loss(plain, seed).backward()
     norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
-    for once, where, bad in itertools.product((False, True), (*ERRORS, *REFUSED, "evaluate"), (0, 1)):
+    for once, where, bad in itertools.product((False, True), places, (0, 1)):
         if (where == "evaluate" and (once or way == "ShardedDDP")) or (where in REFUSED and bad == 0):
             continue  # it is right there, or there is no gradient yet
         model, optimizer = _sharded(way)
@@ -606,6 +606,13 @@ def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(rank: int, way
         with shardkit.uneven(model, once=once):
             _loss(model, 6).backward() if rank else None
         assert _clipped(model, optimizer, 1e9) == pytest.approx(norm, rel=1e-12)
+
+
+@pytest.mark.parametrize(("way", "backend"), WAYS)
+def test_an_error_on_one_rank_is_told_and_the_next_block_is_right(way: str, backend: str) -> None:
+    places = [*ERRORS, *REFUSED, "evaluate"]
+    rank_pool(2, backend).run(_told, way, places)
+    rank_pool(2).run(_told, way, places[::4]) if backend == "simulated" else None
 
 
 def _drawn_errors(rank: int, seed: int) -> None:
