@@ -88,10 +88,11 @@ endef
 HALF := $(addprefix tests/,adascale backends border compat differential reduction)
 # What starts programs of its own, as users start them: most of the time goes to processes that import torch.
 PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations pages rehearsal running \
-  seeds testing tracing test_launch.py test_packaging.py)
+  seeds testing tracing test_launch.py test_packaging.py backends/test_late_machine.py border/test_same_bits.py \
+  checkpoint_tools/test_memory.py compat/test_fair_dev.py $(addprefix training_checkpoints/test_,resume.py whole_or_not.py))
 
 test: $(CORE)/.ready
-	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)')
+	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)' WITHOUT='$(PROGRAMS)')
 
 test-rest: $(CORE)/.ready $(XLA)/.ready
 	$(call at_once,test-xla streams STREAMS=tests/fsdp,test-core plain streams TESTS='$(PROGRAMS)' \
