@@ -13,7 +13,7 @@ from torch import nn
 from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard, save_training
 from shardkit.errors import ShardkitError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
-from tests.pools import on_ranks, rank_pool, run_once
+from tests.pools import on_ranks, run_once
 
 FSDPS = ("FSDP", "fully_shard", "torch_fsdp", "WholeParameters")
 BAD = 2  # the step in which rank 0 raises
@@ -77,17 +77,13 @@ CASES = [(door, where) for door in FSDPS for where in ("metric", "loss", "forwar
 CASES += [("ShardedDDP", "loss"), ("ShardedDDP", "forward")]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("door", "where"), CASES)
-def test_an_error_that_one_rank_catches(door: str, where: str, world_size: int) -> None:
-    for end in rank_pool(world_size, "simulated").run(_ends, door, where):
-        assert re.match(r"OutOfStepError: .*rank 0", end), end
-        assert re.search(WORDS.get(where, WORDS.get(door, "")), end), end
+ON = [(door, where, (size, "simulated")) for door, where in CASES for size in (2, 3)]
+ON += [("dtensors", "metric", (2, "gloo")), ("ShardedDDP", "forward", (2, "gloo"))]
 
 
-@pytest.mark.parametrize(("door", "where"), [("dtensors", "metric"), ("ShardedDDP", "forward")])
-def test_it_over_gloo(door: str, where: str) -> None:
-    for end in run_once(2, "gloo", _ends, door, where):
+@pytest.mark.parametrize(("door", "where", "world"), ON)
+def test_an_error_that_one_rank_catches(door: str, where: str, world: tuple[int, str]) -> None:
+    for end in run_once(*world, _ends, door, where):
         assert re.match(r"OutOfStepError: .*rank 0", end), end
         assert re.search(WORDS.get(where, WORDS.get(door, "")), end), end
 
