@@ -52,6 +52,8 @@ last of them does, counted from the end of the first step. Each was measured onc
 
 What is not covered:
 
+- A view of a gathered weight (`weight.detach()`, `weight.t()`) that is kept outside of modules, in a global list say,
+  and read after its unit gave the memory back ends the process (SIGSEGV), as with FSDP2: keep a `clone()`.
 - CUDA with NCCL: shardkit doesn't watch waits there. They end when NCCL's own watchdog ends the job, after the process
   group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it
   when they gather or reduce next, or a few seconds after their host began to wait for the device.
@@ -93,16 +95,6 @@ def _table(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split(" | ")] for row in rows[1:]]
 
 
-def rows_of(page: str) -> list[tuple[str, str]]:
-    """Name and description of each case that a page shows."""
-    return [(cells[0], cells[1]) for cells in _table(page)]
-
-
-def expected_rows() -> list[tuple[str, str]]:
-    """Name and description of each case there is."""
-    return [(case.name, case.description) for case in CASES]
-
-
 def _applies(case: Case, strategy: str) -> bool:
     return strategy in case.strategies or (strategy in OTHERS and case.compared)
 
@@ -124,7 +116,7 @@ def _unexpected(case: Case, outcomes: list[Outcome]) -> bool:
     return any(o.kind not in kinds for o, kinds in zip(outcomes, case.errors, strict=True))
 
 
-def _page(cells: Cells) -> str:
+def page_of(cells: Cells) -> str:
     lines = [
         f"| case | what happens | {' | '.join(NAMES.values())} |",
         "|---|---|" + "---|" * len(NAMES),
@@ -139,7 +131,7 @@ def _page(cells: Cells) -> str:
     return HEAD.format(limit=LIMIT, torch=release, cores=os.cpu_count(), not_measured=note) + table
 
 
-def _known() -> Cells:
+def known() -> Cells:
     """What the page says already."""
     rows = _table(REPORT.read_text()) if REPORT.exists() else []
     return {(row[0], name): cell for row in rows for name, cell in zip(NAMES, row[2:], strict=True)}
@@ -166,7 +158,7 @@ def measure(cases: Iterable[Case], cells: Cells) -> bool:
                 fine = False
                 continue
             cells[case.name, name] = _cell(case, outcomes)
-            REPORT.write_text(_page(cells))
+            REPORT.write_text(page_of(cells))
             sys.stdout.write(f"{name}: {case.name}: {cells[case.name, name]}\n")
             sys.stdout.flush()
             if name not in OTHERS and _unexpected(case, outcomes):
@@ -178,7 +170,7 @@ def measure(cases: Iterable[Case], cells: Cells) -> bool:
 def main(names: list[str]) -> int:
     """Measures the named cases again, or all from the beginning."""
     cases = [case for case in CASES if case.name in names or not names]
-    return 0 if measure(cases, _known() if names else {}) else 1
+    return 0 if measure(cases, known() if names else {}) else 1
 
 
 if __name__ == "__main__":
