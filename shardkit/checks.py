@@ -279,6 +279,11 @@ def shape_fact(tensor: torch.Tensor) -> object:
     return "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
 
 
+def parameter_fact(param: torch.Tensor) -> object:
+    """Makes a parameter, but for its values, a fact for :func:`check_same_everywhere`."""
+    return shape_fact(param), str(param.dtype), "trainable" if param.requires_grad else "frozen"
+
+
 def some(names: Iterable[object]) -> str:
     """Lists the first of these names for a message, and how many there are besides."""
     found = sorted(map(str, names))

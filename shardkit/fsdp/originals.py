@@ -223,9 +223,6 @@ class OriginalParameter:
         """Returns its shape in the module; what lies in the flat parameter may have another."""
         return self.shape
 
-    def refuse_training(self, name: str) -> None:
-        """Raises ConfigurationError where it can't be unfrozen."""
-
     @property
     def rows(self) -> torch.Size:
         """Returns its shape with the dimension in front that it is cut along."""

@@ -157,10 +157,14 @@ class ListedBytes:
     __slots__ = ()
 
     def requires_grad_(self, requires_grad: bool = True) -> ListedBytes:
-        """Refuses: see :meth:`PackedWeight.refuse_training`."""
+        """Raises ConfigurationError where it is to be trained."""
         listing = listing_of(self)  # type: ignore[arg-type]
         if requires_grad and listing is not None:
-            listing.originals[0].refuse_training(listing.names[0])
+            raise ConfigurationError(
+                f"{listing.names[0]!r} was frozen when it was sharded with frozen='packed', and is to be trained now: "
+                "it has bytes in place of numbers that an optimizer could change. Unfreeze it before the model is "
+                "sharded, or leave frozen='packed' out for its unit"
+            )
         return self
 
     requires_grad = property(lambda _: False, requires_grad_)  # type: ignore[arg-type]
@@ -224,13 +228,6 @@ class PackedWeight(OriginalParameter):
 
     def replace(self, empty: torch.Tensor) -> None:
         self.param = nn.Parameter(empty.new_empty(self._written, dtype=self.dtype), requires_grad=False)
-
-    def refuse_training(self, name: str) -> None:
-        raise ConfigurationError(
-            f"{name!r} was frozen when it was sharded with frozen='packed', and is to be trained now: it has bytes in "
-            "place of numbers that an optimizer could change. Unfreeze it before the model is sharded, or leave "
-            "frozen='packed' out for its unit"
-        )
 
 
 def _sums_of(rows: torch.Tensor) -> torch.Tensor:

@@ -188,9 +188,6 @@ class Unit:
                 trainable = list(map(_requires_grad, flat.originals))
             if trainable != flat.trainable:
                 changed = True
-                for name, original, trains in zip(flat.names, flat.originals, trainable, strict=True):
-                    if trains:
-                        original.refuse_training(name)
                 for k, listing in enumerate(flat.listings):
                     with as_tensors():
                         trains = any(map(_requires_grad, listing.originals))

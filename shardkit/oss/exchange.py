@@ -473,6 +473,7 @@ class GradientExchange:
         )
         self._reducer: Reducer | None = None  # of what is sent in the course of backward
         self._parts: list[GradientPart] = []  # of what is sent at its end
+        self._frozen_means: set[nn.Parameter] = set()  # frozen after their gradients had been reduced
         self.ranges = Ranges("root", group.ranks)
         self._forwards: list[Range] = []  # in progress
         self._build()
@@ -571,18 +572,25 @@ class GradientExchange:
             self.refresh()
 
     def refresh(self) -> None:
-        """Rebuilds from what is trainable now; gradients that were reduced already stay so."""
+        """Rebuilds from what is trainable now; gradients that were reduced stay so, and still move what is frozen now.
+
+        Raises:
+            LifecycleError: a parameter was frozen between backwards inside of ``no_sync``.
+        """
         self.check_device()
+        parts = [part for part in (self._reducer, *self._parts) if isinstance(part, ToOwners)]
+        means = self._frozen_means.union(*[part.means() for part in parts])
+        frozen = {p for p in self._watched if p.grad is not None and not p.requires_grad}
+        if self.state.unreduced and not frozen <= means:
+            raise LifecycleError(
+                "a parameter was frozen between backwards inside of no_sync(): nobody would average the gradient that "
+                "it has. Freeze it before the first or after the step, or clear its gradient"
+            )
         for optimizer in self._optimizers:
             optimizer.refresh_trainable()
-        for p in self._watched:
-            if not p.requires_grad:
-                p.grad = None  # a stale gradient would still move a frozen parameter
-        means = {
-            p for part in (self._reducer, *self._parts) if isinstance(part, ToOwners) for p in part.means()
-        }
         self._build()
         self.adopt_means(means)
+        self._frozen_means = frozen & means
 
     def adopt_means(self, params: set[nn.Parameter]) -> None:
         """Notes whose gradients, that came from elsewhere, are means over ranks already."""

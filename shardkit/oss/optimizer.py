@@ -27,8 +27,8 @@ from ..checks import (
     check_same_everywhere,
     objects_of,
     option_facts,
+    parameter_fact,
     refuse_lazy,
-    shape_fact,
 )
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
@@ -156,9 +156,7 @@ class OSS(Optimizer):
             masters=masters,
             sends_changes=sends_changes,
         )
-        check_ranks_agree(self._group, self.param_groups, options)
-        self.placement.name = numbered(self._group, "OSS")  # now that all ranks make it
-        self._lay_out()
+        self._lay_out(options)
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
         self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)
         own = {name: value for name, value in defaults.items() if name not in self.optim.defaults}
@@ -236,12 +234,16 @@ class OSS(Optimizer):
         )
         self._owner.update(zip(new, ranks, strict=True))
 
-    def _lay_out(self) -> None:
-        """Takes what is trainable now into the placement's buffers."""
+    def _lay_out(self, options: Facts = ()) -> None:
+        """Takes what the next step updates into the placement's buffers, once all ranks agree (collective)."""
+        # a gradient, which its owner alone may have, still moves what was frozen after it
+        pending = check_ranks_agree(self._group, self.param_groups, options)
+        # now that all ranks make it
+        self.placement.name = self.placement.name or numbered(self._group, "OSS")
         self._all = list(self._parameters())
         self._are_owned = [self._owner[p] == self.rank for p in self._all]
         self._trainable = [p.requires_grad for p in self._all]
-        self.placement.lay_out(self.param_groups)
+        self.placement.lay_out(self.param_groups, pending)
 
     def _inner_group(self, index: int) -> StateDict:
         group = self.param_groups[index]
@@ -265,8 +267,7 @@ class OSS(Optimizer):
         check_one_device(self._parameters())
         self._assign_owners()
         # all options, as a scheduler has set them since the last step
-        check_ranks_agree(self._group, self.param_groups, group_facts(self.param_groups, 0, self._of_rank))
-        self._lay_out()
+        self._lay_out(group_facts(self.param_groups, 0, self._of_rank))
         copy_options(self.param_groups[:-1], self.optim.param_groups)
         self.optim.add_param_group(self._inner_group(len(self.param_groups) - 1))
         self._adopt_inner()
@@ -275,7 +276,6 @@ class OSS(Optimizer):
         """Takes note of parameters that were frozen or unfrozen. State that exists is kept."""
         if [p.requires_grad for p in self._all] == self._trainable:
             return
-        check_ranks_agree(self._group, self.param_groups)
         self._lay_out()
         for index, group in enumerate(self.optim.param_groups):
             group.update(self._inner_group(index))
@@ -524,17 +524,17 @@ def names_of(params: Sequence[nn.Parameter], group: ParamGroup) -> StateDict:
 _WHAT = "the optimizer's parameters or options"
 
 
-def check_ranks_agree(group: Group, groups: Sequence[ParamGroup], options: Facts = ()) -> None:
-    """Raises RankMismatchError unless all ranks have the same parameters and options (collective)."""
+def check_ranks_agree(group: Group, groups: list[ParamGroup], options: Facts) -> set[nn.Parameter]:
+    """Returns parameters that have a gradient on any rank, or raises RankMismatchError if ranks differ (collective)."""
     facts: list[tuple[str, object]] = [("number of param groups", len(groups))]
+    params = [p for g in groups for p in g["params"]]
     for index, g in enumerate(groups):
         names = g.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(g["params"]))]
-        facts += [
-            (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
-            for n, p in zip(names, g["params"], strict=True)
-        ]
-    check_same_everywhere(group, [*facts, *options], _WHAT)
+        facts += [(n, parameter_fact(p)) for n, p in zip(names, g["params"], strict=True)]
+    gradients = [p.grad is not None for p in params]
+    on_ranks = check_same_everywhere(group, [*facts, *options], _WHAT, gradients)
     refuse_lazy(facts, "OSS")
+    return {p for p, *has in zip(params, *on_ranks, strict=True) if any(has)}
 
 
 # That torch's optimizers have: they change the update, whatever the class.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -64,8 +64,8 @@ class Placement(ABC):
 
     # ------------------------------------------------------------ values
     @abstractmethod
-    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
-        """Takes what is trainable now into buffers; again whenever that has changed, or there are more groups."""
+    def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
+        """Takes what the next step updates into buffers: trainable or ``pending`` gradients; again where it changes."""
 
     @abstractmethod
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -243,8 +243,8 @@ class OwnedParameters(OfParameters):
         super().__init__(group, owner, wire_dtype)
         self.sends_changes = sends_changes
 
-    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
-        trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad))
+    def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
+        trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad or p in pending))
         self.buffers = [FlatParameters(ps, [self._owner[p] for p in ps], self) for ps in trainable]
         nbytes = sum(p.numel() * p.element_size() for ps in trainable for p in ps)
         self.ranges = Ranges("updated parameters", self.group.ranks, gather=nbytes)
@@ -291,7 +291,7 @@ class OnEveryRank(OfParameters):
 
     runs_whole = True
 
-    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
         """Leaves parameters as they are."""
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -358,7 +358,7 @@ class InSegments(Placement):
         super().__init__(group, owner, wire_dtype)
         self._update_dtype, self._kind = update_dtype, kind
 
-    def lay_out(self, groups: Sequence[ParamGroup]) -> None:
+    def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
         known = {p for s in self.segments for p in s.params}
         channel = self.group.channel("parameters")

@@ -18,6 +18,7 @@ from ..checks import (
     check_same_everywhere,
     new_run_ids,
     option_facts,
+    parameter_fact,
     proposed_run_id,
     refuse_lazy,
     shape_fact,
@@ -293,10 +294,7 @@ def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: Red
 
 
 def _facts(module: nn.Module) -> list[tuple[str, object]]:
-    facts: list[tuple[str, object]] = [
-        (n, (shape_fact(p), str(p.dtype), "trainable" if p.requires_grad else "frozen"))
-        for n, p in module.named_parameters()
-    ]
+    facts = [(n, parameter_fact(p)) for n, p in module.named_parameters()]
     return facts + [(n, (shape_fact(b), str(b.dtype))) for n, b in module.named_buffers()]
 
 

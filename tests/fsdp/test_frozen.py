@@ -146,8 +146,10 @@ def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            with sharding_of(model).summon_full_params():
+            with sharding_of(model).summon_full_params(writeback=False), torch.no_grad():
                 assert model.frozen.weight.shape == (32, 32)
+                for layer in model.layers:
+                    layer.base.weight.zero_()  # what nobody keeps is no change
     trained = {n: p.full_tensor() for n, p in model.state_dict().items() if "up" in n or "down" in n}  # type: ignore[union-attr]
     return counter.sent, trained
 
