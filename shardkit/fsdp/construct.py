@@ -44,7 +44,6 @@ from ..reduction.ordered import announced, check_order, refuse_other, refuse_rep
 from ..torch_seams.tensors import check_within, dimension_of, is_dtensor, memory_of, mesh_over, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .flat_param import FlatParam
-from .gradients import OWN
 from .optimizer_check import first_steps, notice_scaling, step_locally, watch_steps
 from .originals import (
     COPIED,
@@ -65,7 +64,7 @@ from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packabl
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
 from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
-from .unit import Unit
+from .unit import OWN, Unit
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -107,10 +107,9 @@ from ..torch_seams.hooks import (
 )
 from ..wrapping.activations import Activations
 from .flat_param import FlatParam
-from .gradients import refuse_steps
 from .originals import changed_since_forward, written_original
 from .store import GATHERING, LOCKED, Landing, Store, start_together
-from .unit import ROW, SmallUnits, Unit, UnitCall, rounds_of, rows_of_small
+from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
 NO_THREAD = 0
 this_thread = threading.get_ident

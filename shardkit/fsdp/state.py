@@ -27,9 +27,8 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
 from .flat_param import FlatParam, Registered, exposed
-from .gradients import predivide_factor
 from .originals import OriginalParameter, Place
-from .unit import Unit
+from .unit import Unit, predivide_factor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -32,8 +32,8 @@ from ..torch_seams.tensors import WholeMesh
 from ..types import AnyCallable, Tree
 from .construct import wake
 from .forward import become_root, call_method, cast_inputs, run_gathered
-from .gradients import Comm, Hook
 from .state import ShardingState, enter_summon, exit_summon, modules_outside_units, state_of
+from .unit import Comm, Hook
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

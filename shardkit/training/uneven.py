@@ -39,8 +39,8 @@ from ..fsdp.construct import wake
 from ..fsdp.engine import Engine
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.forward import become_root
-from ..fsdp.gradients import refuse_steps
 from ..fsdp.state import ShardingState, state_of
+from ..fsdp.unit import refuse_steps
 from ..oss.sharded_ddp import ShardedDDP
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import StandingGradient, in_parts, mark_in_parts

@@ -17,11 +17,11 @@ from shardkit.backends.eager import RanksInName
 from shardkit.errors import ConfigurationError, LifecycleError, without_arguments
 from shardkit.fsdp.construct import reconnect
 from shardkit.fsdp.flat_param import FlatParam
-from shardkit.fsdp.gradients import predivide_factor
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Options, clean, summoned
 from shardkit.fsdp.store import FULL
 from shardkit.fsdp.submodule_api import Answer, is_collecting
+from shardkit.fsdp.unit import predivide_factor
 from shardkit.fsdp.wrapper import Door
 from shardkit.fsdp.wrapper import built_together as _built_together
 from shardkit.internal.params import ProcessGroupName, get_process_group_cached
