@@ -1,4 +1,4 @@
-"""One module's share in the engine: what it needs gathered, how far its backward has come, and how gradients are reduced.
+"""One module's share in the engine: what it needs gathered, how far its backward has come, how gradients travel.
 
 Legend: W world size, S shard numel, F flags in one rank's part.
 

@@ -49,7 +49,7 @@ from shardkit import (
     sharding_of,
 )
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
-from shardkit.fsdp.torch_words import METHODS, TorchsArguments
+from shardkit.fsdp.fully_shard import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.beside import assert_same, train_beside, whole
 from tests.pools import on_ranks
