@@ -294,7 +294,7 @@ class PackedLayout(ShardLayout):
     """Items of which each rank has an even part, packed: a shard [S] is a part of the first item, of the second, ...
 
     What is gathered, [W * S] rank by rank, has an item in W places, and is put together ([Note: packed shards] of
-    ``fsdp/store.py``). Where items begin is where they lie then, each with its own padding behind it: a shard's order.
+    ``flat_param.py``). Where items begin is where they lie then, each with its own padding behind it: a shard's order.
 
     Attributes:
         each: the layout of each item.

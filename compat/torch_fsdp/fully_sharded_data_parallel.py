@@ -42,7 +42,7 @@ from shardkit.errors import ConfigurationError, LifecycleError, RedirectedError
 from shardkit.flattening.wrapper import FLAT_PREFIX
 from shardkit.fsdp import hybrid_groups
 from shardkit.fsdp.construct import begin_move, end_move
-from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.flat_param import FlatParam, put_together
 from shardkit.fsdp.forward import cast_inputs
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import (
@@ -56,7 +56,6 @@ from shardkit.fsdp.state import (
     summoned,
 )
 from shardkit.fsdp.state_dict import follow_shards, gather_parts, parameters_of
-from shardkit.fsdp.store import put_together
 from shardkit.fsdp.wrapper import Door, UnitModule
 from shardkit.layout import AlignedLayout, EachAlone
 from shardkit.nn.data_parallel import PassedGroup, StandIn, device_for

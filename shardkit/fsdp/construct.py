@@ -43,7 +43,7 @@ from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
 from ..torch_seams.tensors import check_within, dimension_of, is_dtensor, memory_of, mesh_over, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .flat_param import FlatParam
+from .flat_param import FlatParam, Stored, no_values, own_shard, put_together
 from .optimizer_check import first_steps, notice_scaling, step_locally, watch_steps
 from .originals import (
     COPIED,
@@ -60,9 +60,8 @@ from .originals import (
     refuse_split,
     register,
 )
-from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable, no_values
+from .own_forms import ExtendedParameter, PackedWeight, extension_of, is_packable
 from .state import Options, ShardingState, dotted, forget_state, modules_outside_units, owners_of, units_in
-from .store import Stored, own_shard, put_together
 from .submodule_api import answer_for, take
 from .unit import OWN, Unit
 

@@ -106,9 +106,8 @@ from ..torch_seams.hooks import (
     unnoted,
 )
 from ..wrapping.activations import Activations
-from .flat_param import FlatParam
+from .flat_param import GATHERING, LOCKED, FlatParam, Landing, Store, start_together
 from .originals import changed_since_forward, written_original
-from .store import GATHERING, LOCKED, Landing, Store, start_together
 from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
 NO_THREAD = 0

@@ -65,6 +65,7 @@ from .engine import (
     this_thread,
     transform_level,
 )
+from .flat_param import SUMMONED
 from .originals import (
     FUNCTIONAL,
     GatheredParameter,
@@ -75,7 +76,6 @@ from .originals import (
     name_of_original,
 )
 from .state import ShardingState, clean, end_unshard, named_units
-from .store import SUMMONED
 from .unit import UnitCall
 
 if TYPE_CHECKING:

@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-    from .flat_param import FlatParam
-    from .store import Store
+    from .flat_param import FlatParam, Store
 
 # A context in which released original parameters are taken for what they are, tensors, and nothing is called for them.
 as_tensors = torch._C.DisableTorchFunctionSubclass
@@ -184,6 +183,7 @@ class OriginalParameter:
         beside: what it is beside values that lie in a shard, and data divides alone; for errors.
         store: of a kind of its own, where it has one.
         is_apart: its values are in no shard.
+        part: this rank's rows of one that is; all of them until they are cut.
         listed_as: whose methods what modules list of it has, too.
         within: how tensor parallelism has cut it, along the dimensions of its mesh that are not for data, if it has.
         mesh: of these dimensions.
@@ -208,6 +208,7 @@ class OriginalParameter:
     of_shard: type[ViewOfShard] = ViewOfShard
 
     kind: Any
+    part: Tree
     name: str
     position: int
     values = property(attrgetter("param.data"), doc="Returns those that lie in the flat parameter.")

@@ -30,7 +30,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeGuard, final
+from typing import TypeGuard, final
 
 import torch
 from torch import nn
@@ -45,6 +45,17 @@ from ..optimizers.shards import listing_of
 from ..reduction.compression import SMALLEST, BlockFormat
 from ..torch_seams.tensors import contiguous_strides, facts_beside, is_dtensor, named_parts, parts_with_memory
 from ..types import Tree
+from .flat_param import (
+    GATHERING,
+    RELEASED,
+    SUMMONED,
+    FlatParam,
+    KeptViews,
+    Store,
+    Stored,
+    taken_apart,
+    unpacked,
+)
 from .originals import (
     GatheredParameter,
     OriginalParameter,
@@ -54,10 +65,6 @@ from .originals import (
     without_values,
     written_original,
 )
-from .store import GATHERING, RELEASED, SUMMONED, KeptViews, Store, Stored, taken_apart, unpacked
-
-if TYPE_CHECKING:
-    from .flat_param import FlatParam
 
 # ------------------------------------------------------------ packed weights (QLoRA over shards, arXiv 2305.14314)
 _HEAD = 16  # bytes before a row's blocks
@@ -345,7 +352,6 @@ class ExtendedParameter(OriginalParameter):
     """See [Note: extensions].
 
     Attributes:
-        part: this rank's rows; all of them until they are cut.
         memory: of what was made of them, and is given back.
         spans: of each tensor that it is made of the shape, and where this rank's begins; None: every rank has all.
         facts: what the whole is beside these tensors; None where that can't be told.
@@ -498,11 +504,6 @@ def is_in_parts(original: OriginalParameter) -> TypeGuard[ExtendedParameter]:
     """Whether it is saved as the tensors that it is made of."""
     is_known = isinstance(original, ExtendedParameter) and None not in (original.spans, original.facts)
     return is_known and not original.param.requires_grad
-
-
-def no_values(numel: int, like: torch.Tensor) -> torch.Tensor:
-    """Stands for a shard [S] that is not in memory."""
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(numel)
 
 
 def extension_of(param: Tree) -> type[ExtendedParameter] | None:

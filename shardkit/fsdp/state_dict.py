@@ -38,7 +38,7 @@ from ..optimizers.shards import listing_of, refuse_stand_ins, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, SavedState, StateDict, Tree
-from .flat_param import FlatParam, Registered
+from .flat_param import FlatParam, Registered, taken_apart
 from .originals import hidden, managing, owner_of, refuse_meta, refuse_split, written_names
 from .own_forms import is_in_parts
 from .state import (
@@ -54,7 +54,6 @@ from .state import (
     state_of,
     summoned,
 )
-from .store import taken_apart
 from .submodule_api import collecting, end_loading_shards
 
 if TYPE_CHECKING:

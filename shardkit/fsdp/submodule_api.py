@@ -34,10 +34,9 @@ from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .flat_param import Registered
+from .flat_param import GATHERED, Registered
 from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
-from .store import GATHERED
 
 
 class Answer:

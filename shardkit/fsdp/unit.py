@@ -42,9 +42,18 @@ from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, after_backward, curr
 from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, Ranges
 from ..types import ProcessGroup, Tree
-from .flat_param import FlatParam, Registered, RegisteredShard, add_gradient
+from .flat_param import (
+    KEPT,
+    SUMMONED,
+    FlatParam,
+    Registered,
+    RegisteredShard,
+    Store,
+    add_gradient,
+    rank_by_rank,
+    start_together,
+)
 from .originals import SplitParameter, as_tensors, backward_when_summoned, name_of_original, written_original
-from .store import KEPT, SUMMONED, Store, rank_by_rank, start_together
 
 if TYPE_CHECKING:
     from torch.distributed import Work as TorchsWork

@@ -14,7 +14,7 @@ import shardkit
 from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP
 from shardkit.backend import DONE, get_backend
 from shardkit.errors import OutOfStepError, RankFailedError
-from shardkit.fsdp.store import Stored
+from shardkit.fsdp.flat_param import Stored
 from shardkit.fsdp.unit import GradientPack, StoredPack
 from shardkit.oss.exchange import Reducer
 from shardkit.oss.placement import FlatParameters

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardkit import FSDP
 from shardkit.errors import LifecycleError
-from shardkit.fsdp.store import TRANSITIONS, State, Store
+from shardkit.fsdp.flat_param import TRANSITIONS, State, Store
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks, rank_pool

@@ -16,10 +16,9 @@ from shardkit.backend import backend_of_job, size_of
 from shardkit.backends.eager import RanksInName
 from shardkit.errors import ConfigurationError, LifecycleError, without_arguments
 from shardkit.fsdp.construct import reconnect
-from shardkit.fsdp.flat_param import FlatParam
+from shardkit.fsdp.flat_param import FULL, FlatParam
 from shardkit.fsdp.originals import managing
 from shardkit.fsdp.state import Options, clean, summoned
-from shardkit.fsdp.store import FULL
 from shardkit.fsdp.submodule_api import Answer, is_collecting
 from shardkit.fsdp.unit import predivide_factor
 from shardkit.fsdp.wrapper import Door

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import (
 from ...backend import Backend
 from ...errors import ConfigurationError, ShardkitError
 from ...fsdp import FSDP, fully_shard
+from ...fsdp.flat_param import Mirrored
 from ...fsdp.originals import as_tensors
 from ...fsdp.state import state_of
-from ...fsdp.store import Mirrored
 from ...integrations.sharding import Sharding
 from ...layout import greedy_owners
 from ...oss.optimizer import OSS

@@ -31,11 +31,10 @@ from torch import nn
 from ...backend import DONE, Group, Work
 from ...errors import ConfigurationError, LifecycleError
 from ...fsdp.construct import wake
-from ...fsdp.flat_param import FlatParam
+from ...fsdp.flat_param import FlatParam, own_part, put_together, taken_apart
 from ...fsdp.originals import refuse_split
 from ...fsdp.state import state_of
 from ...fsdp.state_dict import written_parameters
-from ...fsdp.store import own_part, put_together, taken_apart
 from ...layout import Piece
 from ...optimizers.shards import note_stand_in
 from ...torch_seams.tensors import ALIKE, FACTS, SHAPE, as_plain, name_of
