@@ -104,9 +104,8 @@ class ModelState:
         if facts is None or any(map(is_traceable_wrapper_subclass, parts.values())):
             refuse_class(name, value)
         # buffers may differ between ranks: those of the first count, as in state dicts
-        is_buffer = of_first or not isinstance(value, nn.Parameter)
-        leaves = {n: whole(part, (0,) if is_buffer else self.same) for n, part in parts.items()}
-        return leaves | noted(name, facts)
+        ranks = (0,) if of_first or not isinstance(value, nn.Parameter) else self.same
+        return {n: whole(part, ranks) for n, part in parts.items()} | noted(name, facts)
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:

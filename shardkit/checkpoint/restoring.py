@@ -196,7 +196,7 @@ class OptimizerReads:
                     "which is neither the parameter's nor one number: it can't be cut into shards. Use "
                     "shardkit.WholeParameters for this optimizer"
                 )
-            device = slot.param.device if len(found.shape) else None
+            device = slot.param.device if len(found.shape) else "cpu"
             value = torch.zeros(found.shape, dtype=found.dtype, device=device)
             read.append((span, value))
             yield Wanted(name, whole(value, (0,)))

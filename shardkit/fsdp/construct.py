@@ -942,7 +942,13 @@ def end_move(state: ShardingState) -> None:
         flat.param = param
         for place in flat.places:
             place.module._parameters[place.name] = param
-    if state.options.device is None and _moved_to(state) not in (state.group.backend.device_type, "meta"):
+    device, moved_to = state.options.device, _moved_to(state)
+    if device is not None and state.options.offload.on_host and moved_to not in ("cpu", "meta", device.type):
+        raise ConfigurationError(
+            f"an offloaded module that computes on {device} was moved to {moved_to!r}. Move it before it is sharded or "
+            f"pass device={moved_to!r} there; to({device.type!r}) takes it back"
+        )
+    if device is None and moved_to not in (state.group.backend.device_type, "meta"):
         connect(state, state.flats[0].param if state.flats else None, [])
         state.unit.replicas = state.replicas
         for flat in state.flats:

@@ -151,10 +151,9 @@ def sharded_state_dict(state: ShardingState) -> StateDict:
     for flat in state.all_flats():
         check_saved(flat, "sharded_state_dict()", "state_dict() has DTensors, which need none of it")
     # what is handed out may be written to, which a rank without rows would not see
-    states = state.states()
-    for group in dict.fromkeys(f.group for own in states for f in own.flats if f.kept_at is not None):
+    for group in dict.fromkeys(flat.group for flat in state.all_flats() if flat.kept_at is not None):
         group.channel("parameters").agree("sharded_state_dict() of frozen values that are kept")
-    for own in states:
+    for own in state.states():
         own.unit.give_back_frozen()
     for name, param, lies_in, number in written_parameters(state.door):
         if lies_in is None:
@@ -301,9 +300,8 @@ def check_own(sharding: ShardingState, state: SavedState) -> None:
     Raises:
         ConfigurationError: names the rank whose state dict is wrong, and the first tensor.
     """
-    problem = _problem(sharding, state)
-    found = problems_of_ranks(sharding.group, problem, "check of local state dicts")
-    wrong = [f"rank {rank}: {what}" for rank, what in found]
+    told = problems_of_ranks(sharding.group, _problem(sharding, state), "check of local state dicts")
+    wrong = [f"rank {rank}: {what}" for rank, what in told]
     if wrong:
         raise ConfigurationError(
             f"load_local_state_dict: {'; '.join(wrong)}. Nothing was loaded on any rank; each rank loads the "

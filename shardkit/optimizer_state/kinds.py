@@ -135,13 +135,10 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
         state_dict: torch's form; parameters may have no state on some ranks.
         problem: what this rank has found wrong with it.
     """
-    if group.world_size == 1:
-        if problem is not None:
-            raise problem
-        return
-    prints = _fingerprints(state_dict) if problem is None else {}
+    others = [group] if group.world_size > 1 else []
+    prints = _fingerprints(state_dict) if others and problem is None else {}
     fact = None if problem is None else str(problem), prints
-    everybody = facts_of_all([group], fact, label="check of loaded state")
+    everybody = facts_of_all(others, fact, label="check of loaded state")
     if problem is not None:
         raise problem
     for rank, (what, _) in zip(group.ranks, everybody, strict=True):
@@ -411,7 +408,10 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     for dim, (placement, at) in enumerate(zip(tensor.placements, mine, strict=True)):
         if not placement.is_replicate():
             same = same.narrow(dim, at, 1)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    with torch.device(
+        "cpu"
+    ):  # torch asks tensors on the default device, which may be another one or have no values
+        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     box = Box(tuple(offsets), tuple(sizes))
     boxes = () if 0 in box.sizes and tensor.numel() else (box,)
     return Leaf(tensor.shape, values, boxes, ranks.places(same.flatten().tolist()))

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp, Work, not_compiled
-from ..checks import all_gather_facts, are_several, numbers_of
+from ..checks import are_several, facts_of_all, numbers_of
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import alignment, buckets_by_size, rounded_up, segment_layout
 from ..policy import ReducePolicy
@@ -757,8 +757,7 @@ class GradientExchange:
                 (k, *(str(f(g.to_dense()).item()) for f in (torch.sum, torch.linalg.vector_norm)))
                 for k, g in grads
             ]
-            label = "a step after backwards inside of no_sync()"
-            everybody = all_gather_facts(self.group.channel("control"), own, label=label)
+            everybody = facts_of_all([self.group], own, label="a step after backwards inside of no_sync()")
             if all(others == everybody[0] for others in everybody):
                 return
         raise LifecycleError(

@@ -6,6 +6,7 @@ Their streams complete late: what is not waited for has old values (see tests/la
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardkit import FSDP, OffloadPolicy, fully_shard, sharding_of, torch_fsdp2
 from shardkit.backend import get_backend
-from shardkit.errors import OutOfStepError
+from shardkit.errors import ConfigurationError, OutOfStepError
 from tests.backends import cuda_programs as programs
 from tests.backends.environments import environments, family
 from tests.beside import batch
@@ -108,6 +109,35 @@ def test_messages_and_steps_that_the_user_orders() -> None:
 @pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
 def test_moved_after_wrapping_and_offloaded() -> None:
     rank_pool(2, "late").run(programs.moved_after_wrapping, "late")
+    rank_pool(2, "late").run(_offloaded_and_moved)
+
+
+def _offloaded_and_moved(rank: int) -> None:
+    """What is offloaded where it is built computes there: elsewhere it is refused, and goes on when back."""
+    torch.manual_seed(0)
+    device, one = get_backend("late").device(), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+    for options in ({"parameters": True}, {"masters": True}):
+        for given in (None, device):
+            for door in (FSDP, fully_shard, functools.partial(fully_shard, dtensors=True)):
+                plain = copy.deepcopy(one)
+                model = door(copy.deepcopy(one), offload=OffloadPolicy(**options), device=given)
+                if given is None:
+                    with pytest.raises(ConfigurationError, match="that computes on cpu was moved to 'late'"):
+                        model.to(device)
+                    model.to("cpu")
+                else:
+                    model.to(device)
+                optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+                for step in range(2):
+                    x = torch.linspace(-1, 1 + step, 15).view(3, 5)
+                    model(x.to(given or "cpu")).square().mean().backward()
+                    plain(x).square().mean().backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                exported: Any = sharding_of(model).export()
+                for name, value in exported:
+                    torch.testing.assert_close(value.cpu(), plain.get_parameter(name).detach())
     rank_pool(2, "late").run(
         programs.train_fsdp, 2, "adapted", "offloaded", "late"
     )  # two dtypes in one message
