@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard, save_training
+from shardkit import FSDP, OSS, ShardedDDP, WholeParameters, fully_shard, save_training, sharding_of
 from shardkit.errors import ShardkitError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.pools import on_ranks, run_once
@@ -188,3 +190,44 @@ def _unlike_steps(rank: int, world_size: int, door: str) -> torch.Tensor:
 def test_steps_that_all_ranks_take(rank: int, world_size: int, door: str) -> None:
     truth = _unlike_steps(rank, world_size, "one process")
     torch.testing.assert_close(_unlike_steps(rank, world_size, door), truth, rtol=1e-4, atol=1e-5)
+
+
+def _halves(rank: int, door: str) -> None:
+    """A model over all ranks, and an expert over each half of them, which step at other times, as halves need them."""
+    half, groups = rank // 2, [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    wrap: Any = {"FSDP": FSDP, "torch_fsdp": TorchFSDP}.get(door, fully_shard)
+    options = {"dtensors": True} if door == "dtensors" else {}
+    group = {"process_group" if door == "torch_fsdp" else "group": groups[half]}
+    torch.manual_seed(0)
+    truth = [_block() for _ in range(3)]  # all ranks', and each half's
+    dense, expert = (
+        wrap(copy.deepcopy(truth[0]), **options),
+        wrap(copy.deepcopy(truth[1 + half]), **group, **options),
+    )
+    mine, plain = (
+        [torch.optim.Adam(m.parameters(), lr=0.1) for m in each] for each in ((dense, expert), truth)
+    )
+    for step in range(6):
+        has = [(step + k) % 2 == 0 for k in range(2)]
+        hidden = dense(_x(rank, step))
+        (expert(hidden) if has[half] else hidden).square().mean().backward()
+        for r in range(4):
+            hidden = truth[0](_x(r, step))
+            hidden = truth[1 + r // 2](hidden) if has[r // 2] else hidden
+            (hidden.square().mean() / 4).backward()
+        for p in (*truth[1].parameters(), *truth[2].parameters()):
+            if p.grad is not None:
+                p.grad.mul_(2)  # of two ranks it is the mean
+        for optimizer, steps in zip((*mine, *plain), (True, has[half], True, *has), strict=True):
+            if steps:
+                optimizer.step()
+            optimizer.zero_grad()
+    for made, one in ((dense, truth[0]), (expert, truth[1 + half])):
+        exported: Any = sharding_of(made).export()
+        torch.testing.assert_close(dict(exported), {n: p.detach() for n, p in one.named_parameters()})
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors", "torch_fsdp"])
+@on_ranks(4)
+def test_groups_that_step_at_other_times(rank: int, door: str) -> None:
+    _halves(rank, door)
