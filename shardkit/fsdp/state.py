@@ -381,7 +381,7 @@ def modules_outside_units(
         is_further: it goes on below these.
     """
     found: list[tuple[str, nn.Module]] = []
-    seen, waiting = set[nn.Module](without), [(prefix, module)]
+    seen, waiting = {*without}, [(prefix, module)]
     while waiting:
         path, m = waiting.pop()
         if m in seen:

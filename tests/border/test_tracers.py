@@ -155,6 +155,9 @@ def _wrapped(door: str) -> tuple[Any, Any]:
     if door == "FSDP":
         model.inner = FSDP(model.inner)  # type: ignore[assignment]
         model = FSDP(model)  # type: ignore[assignment]
+    elif door == "torch_fsdp":
+        model.inner = TorchFSDP(model.inner)  # type: ignore[assignment]
+        model = TorchFSDP(model)  # type: ignore[assignment]
     else:
         for module in (model.inner, model):
             fully_shard(module, dtensors=door == "dtensors")
@@ -166,7 +169,10 @@ def _wrapped(door: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("door", "clips"),
     [
-        *((door, False) for door in ("ShardedDDP", "FSDP", "fully_shard", "dtensors", "WholeParameters")),
+        *(
+            (door, False)
+            for door in ("ShardedDDP", "FSDP", "torch_fsdp", "fully_shard", "dtensors", "WholeParameters")
+        ),
         ("ShardedDDP", True),
     ],
 )
