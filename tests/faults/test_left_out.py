@@ -83,7 +83,9 @@ ON = [(door, where, (size, "simulated")) for door, where in CASES for size in (2
 ON += [("dtensors", "metric", (2, "gloo")), ("ShardedDDP", "forward", (2, "gloo"))]
 
 
-@pytest.mark.parametrize(("door", "where", "world"), ON)
+@pytest.mark.parametrize(
+    ("door", "where", "world"), ON, ids=lambda v: v if isinstance(v, str) else f"{v[1]}{v[0]}"
+)
 def test_an_error_that_one_rank_catches(door: str, where: str, world: tuple[int, str]) -> None:
     for end in run_once(*world, _ends, door, where):
         assert re.match(r"OutOfStepError: .*rank 0", end), end
