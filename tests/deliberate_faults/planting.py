@@ -88,6 +88,8 @@ class Copy:
         finally:
             self.write(planted.file, text)
         red = failed_in(output)
+        if code < -1:  # a signal ended it: what should have been an error became a crash, which nobody overlooks
+            return Outcome([f"the process, by signal {-code}"], "")
         if code != 1:
             return Outcome(red, f"pytest ended with {code}:\n{output[-3000:]}")
         passed = [t for t in tests if not any(is_case_of(r, t) for r in red)]
