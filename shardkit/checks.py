@@ -16,7 +16,7 @@ import functools
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TypeVar
@@ -285,8 +285,8 @@ def parameter_fact(param: torch.Tensor) -> object:
 
 
 def some(names: Iterable[object]) -> str:
-    """Lists the first of these names for a message, and how many there are besides."""
-    found = sorted(map(str, names))
+    """Lists the first of these names for a message, in their order if they have one, and how many there are besides."""
+    found = [*map(str, sorted(names, key=str) if isinstance(names, Set) else names)]
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     return f"{', '.join(found[:5])}{more}" if found else "none"
 

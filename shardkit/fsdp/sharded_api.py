@@ -533,6 +533,8 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None, name: str = "") -> to
         is_plain = dtype is None or not is_traceable_wrapper_subclass(made)
         return made if is_plain else values.dequantize().to(dtype)
     except Exception as error:  # classes of tensors raise whatever they like
+        if type(values) in (torch.Tensor, nn.Parameter):
+            raise
         raise ConfigurationError(
             f"{name!r} is a {type(values).__name__}, which gives no values of {dtype} "
             f"({type(error).__name__}: {error}). Leave dtype= out: then it comes as it is"

@@ -51,7 +51,7 @@ from ..torch_seams.hooks import (
 )
 from ..torch_seams.tensors import alike, as_plain, dense_strides
 from ..tracing.ranges import Range, Ranges, leave
-from ..types import ProcessGroup
+from ..types import ProcessGroup, Tree
 from .optimizer import OSS
 from .segments import FlatSegment
 
@@ -474,6 +474,7 @@ class GradientExchange:
         self._reducer: Reducer | None = None  # of what is sent in the course of backward
         self._parts: list[GradientPart] = []  # of what is sent at its end
         self._frozen_means: set[nn.Parameter] = set()  # frozen after their gradients had been reduced
+        self.rounds: Rounds | None = None
         self.ranges = Ranges("root", group.ranks)
         self._forwards: list[Range] = []  # in progress
         self._build()
@@ -512,6 +513,8 @@ class GradientExchange:
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
         self._reducer, self._parts = None, []
         self._is_new = True
+        for optimizer in self._optimizers:
+            optimizer.refresh_trainable()
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
         _exchanges.update((p, weakref.ref(self)) for p in self._watched)
         self._seen = self._look()
@@ -529,9 +532,13 @@ class GradientExchange:
             refuse_other(
                 self.policy, "sparse gradients or parameters without an OSS, which no owner alone sums"
             )
-        kept = [p for p in trainable if owner.get(p) == self.group.rank]
+        # what is frozen between micro-batches has a part of the step's sums
+        kept = [p for p in self._watched if owner.get(p) == self.group.rank]
         count = microbatches(self.policy, self.group.world_size)
-        self.rounds = Rounds(kept, count, self.group.world_size) if count else None
+        if self.rounds is not None:
+            self.rounds.params = kept
+        elif count:
+            self.rounds = Rounds(kept, count, self.group.world_size)
         if everywhere and self.group.world_size > 1:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts if self._reducer is None else (self._reducer, *self._parts):
@@ -554,9 +561,11 @@ class GradientExchange:
         if rows:
             self._parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
 
-    def _look(self) -> tuple[list[bool], list[torch.dtype], list[torch.device], int]:
+    def _look(self) -> tuple[Tree, ...]:
         watched = self._watched
         return (
+            # a step may have found others frozen, which have been unfrozen since
+            [o._trainable for o in self._optimizers],
             [p.requires_grad for p in watched],
             [p.dtype for p in watched],
             [p.device for p in watched],
@@ -581,13 +590,14 @@ class GradientExchange:
         parts = [part for part in (self._reducer, *self._parts) if isinstance(part, ToOwners)]
         means = self._frozen_means.union(*[part.means() for part in parts])
         frozen = {p for p in self._watched if p.grad is not None and not p.requires_grad}
-        if self.state.unreduced and not frozen <= means:
+        has_own = self.state.unreduced and not frozen <= means
+        others = [self.group] if self.group.world_size > 1 else []
+        # a rank without a gradient of it would go on, and wait for the others
+        if any(facts_of_all(others, has_own, label="gradients of frozen parameters")):
             raise LifecycleError(
                 "a parameter was frozen between backwards inside of no_sync(): nobody would average the gradient that "
                 "it has. Freeze it before the first or after the step, or clear its gradient"
             )
-        for optimizer in self._optimizers:
-            optimizer.refresh_trainable()
         self._build()
         self.adopt_means(means)
         self._frozen_means = frozen & means

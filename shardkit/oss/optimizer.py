@@ -243,6 +243,8 @@ class OSS(Optimizer):
         self._all = list(self._parameters())
         self._are_owned = [self._owner[p] == self.rank for p in self._all]
         self._trainable = [p.requires_grad for p in self._all]
+        # these may yet get a gradient, if they are unfrozen for a backward alone
+        self._left_out = [p for p in self._all if not p.requires_grad and p not in pending]
         self.placement.lay_out(self.param_groups, pending)
 
     def _inner_group(self, index: int) -> StateDict:
@@ -322,6 +324,8 @@ class OSS(Optimizer):
                 check()
         if not self._before_step:  # else they were reduced to their owners
             self._agreed_gradients.check(self._group, self._all, self._are_owned)
+            if self._left_out and any(p.grad is not None for p in self._left_out):
+                self._lay_out()  # as on all ranks, which have the same gradients
 
     def _with_check(self, closure: Callable[[], Tree]) -> Callable[[], Tree]:
         @functools.wraps(closure)

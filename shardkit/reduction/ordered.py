@@ -135,13 +135,14 @@ class Rounds:
         microbatches: of a step, over all ranks.
 
     Attributes:
+        params: those that have the sums; others when what is trained changes.
         are_uneven: ranks have different numbers of them, inside of ``uneven``, which counts them.
     """
 
     are_uneven = False
 
     def __init__(self, params: Sequence[torch.Tensor], microbatches: int, world_size: int) -> None:
-        self._params, self.microbatches, self._world_size = params, microbatches, world_size
+        self.params, self.microbatches, self._world_size = params, microbatches, world_size
         self._rounds = -(-microbatches // world_size)  # backwards of a rank, those that it follows among them
         self._count, self._has_gradients = 0, False
 
@@ -166,7 +167,7 @@ class Rounds:
         self._has_gradients = self._any_gradient()
 
     def _any_gradient(self) -> bool:
-        return any(p.grad is not None for p in self._params)
+        return any(p.grad is not None for p in self.params)
 
     def are_waiting(self) -> bool:
         """Tells whether there are more to come."""
@@ -174,7 +175,7 @@ class Rounds:
 
     def check_step(self, stepped: set[int] | None = None) -> None:
         """Raises LifecycleError if there are, for a step over parameters with these ids (None: over all)."""
-        if self._count and (stepped is None or any(id(p) in stepped for p in self._params)):
+        if self._count and (stepped is None or any(id(p) in stepped for p in self.params)):
             raise LifecycleError(
                 f'with order="fixed" a step has {self._rounds} backwards on each rank, and step() comes after '
                 f"{self._count}. Run the others, change ReducePolicy(microbatches=...), or clear the gradients by "

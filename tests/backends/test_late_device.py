@@ -110,6 +110,9 @@ def test_messages_and_steps_that_the_user_orders() -> None:
 def test_moved_after_wrapping_and_offloaded() -> None:
     rank_pool(2, "late").run(programs.moved_after_wrapping, "late")
     rank_pool(2, "late").run(_offloaded_and_moved)
+    rank_pool(2, "late").run(
+        programs.train_fsdp, 2, "adapted", "offloaded", "late"
+    )  # two dtypes in one message
 
 
 def _offloaded_and_moved(rank: int) -> None:
@@ -138,9 +141,6 @@ def _offloaded_and_moved(rank: int) -> None:
                 exported: Any = sharding_of(model).export()
                 for name, value in exported:
                     torch.testing.assert_close(value.cpu(), plain.get_parameter(name).detach())
-    rank_pool(2, "late").run(
-        programs.train_fsdp, 2, "adapted", "offloaded", "late"
-    )  # two dtypes in one message
 
 
 def _offloaded_dtensors(rank: int, ranks: int) -> None:

@@ -88,8 +88,8 @@ class Copy:
         finally:
             self.write(planted.file, text)
         red = failed_in(output)
-        # a signal ended it (-1 is no end): what should be an error became a crash, which nobody overlooks
-        if code < -1:
+        # what should be an error became a crash, which nobody overlooks
+        if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
             return Outcome([f"the process, by signal {-code}"], "")
         if code != 1:
             return Outcome(red, f"pytest ended with {code}:\n{output[-3000:]}")

@@ -523,8 +523,10 @@ def test_ranks_run_other_layers_than_others(way: str, backend: str) -> None:
     rank_pool(4, backend).run(_other_layers, "hybrid", _counts(4, 1)) if way == "FSDP" else None
 
 
-def test_other_layers_on_many_ranks() -> None:
-    rank_pool(8, "simulated").run(_other_layers, "FSDP", _counts(8, 6)[:4])
+def test_other_layers_on_simulated_ranks() -> None:
+    for seed in (2, 3, 6):
+        way = ("FSDP", "fully_shard", "ShardedDDP")[seed % 3]
+        rank_pool(2 + seed % 7, "simulated").run(_other_layers, way, _counts(2 + seed % 7, seed)[:4])
 
 
 SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {

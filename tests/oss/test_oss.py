@@ -397,3 +397,32 @@ def test_gradients_that_one_rank_clears(world: tuple[int, str]) -> None:
         for ends in run_once(*world, _cleared_alone, world[0], how):
             assert ends, how
             assert all("a step with gradients: without those of parameters 2" in end for end in ends)
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+@on_ranks(2, 3)
+def test_unfrozen_for_backward_alone(rank: int, world_size: int, by_closure: bool) -> None:
+    """Gradients that a program averages by itself move what is frozen at the step, on all ranks."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)))
+        models[-1][0].requires_grad_(by_closure)
+    optimizers = [
+        make(m.parameters(), lr=0.1) for make, m in zip((OSS, torch.optim.SGD), models, strict=True)
+    ]
+
+    def backward(model: nn.Module, step: int) -> torch.Tensor:
+        model[0].requires_grad_(True)  # type: ignore[index]
+        x = torch.stack([batch(r, step) for r in range(world_size)])
+        loss = model(x).square().mean()
+        loss.backward()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return loss
+
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            closure = functools.partial(backward, model, step)
+            optimizer.step(closure) if by_closure else (closure(), optimizer.step())
+            optimizer.zero_grad()
+        assert_same(*models, f"rank {rank}, step {step}")

@@ -49,25 +49,30 @@ def test_reduce_by_hand(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"partition": "balanced"}, {"sends_changes": True}], ids=str)
-@pytest.mark.parametrize("when", ["before the step", "between micro-batches", "while gradients are old"])
+@pytest.mark.parametrize(
+    "when", ["before the step", "between micro-batches", "while gradients are old", "but in backward"]
+)
 @on_ranks(1, 2, 3, (2, "simulated"))
 def test_frozen_with_a_gradient(rank: int, world_size: int, when: str, options: dict[str, Any]) -> None:
     """Its gradient still moves a parameter, on all ranks, as in one process."""
     plain, inner = build(mlp), build(mlp)
-    oss = shardkit.OSS(inner.parameters(), torch.optim.AdamW, lr=0.1, **options)
-    model, optimizer = ShardedDataParallel(inner, oss), torch.optim.AdamW(plain.parameters(), lr=0.1)
 
     def freeze(is_frozen: bool) -> None:
         for module in (inner, plain):
             module[0].requires_grad_(not is_frozen)  # type: ignore[index]
 
+    freeze(when == "but in backward")
+    oss = shardkit.OSS(inner.parameters(), torch.optim.AdamW, lr=0.1, **options)
+    freeze(False)
+    model, optimizer = ShardedDataParallel(inner, oss), torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(4):
         freeze(step > 1 and when == "while gradients are old")
         for k in range(2 + step % 2):
             freeze(k == 1) if when == "between micro-batches" else None
             mean_square(model, rank, 3 * step + k).backward()
             torch.stack([mean_square(plain, r, 3 * step + k) for r in range(world_size)]).mean().backward()
-        freeze(step % 2 == 1) if when == "before the step" else None
+        if when in ("before the step", "but in backward"):
+            freeze(when == "but in backward" or step % 2 == 1)
         oss.step()
         optimizer.step()
         assert_same(inner, plain, f"rank {rank}, step {step}")
@@ -77,14 +82,38 @@ def test_frozen_with_a_gradient(rank: int, world_size: int, when: str, options: 
             optimizer.zero_grad()
 
 
+@on_ranks(1, 2)
+def test_frozen_between_micro_batches_of_a_fixed_order(rank: int, world_size: int) -> None:
+    plain, inner = build(mlp), build(mlp)
+    oss = shardkit.OSS(inner.parameters(), torch.optim.AdamW, lr=0.1)
+    reduce = shardkit.ReducePolicy(order="fixed", microbatches=2 * world_size)
+    model, optimizer = (
+        shardkit.ShardedDDP(inner, oss, reduce=reduce),
+        torch.optim.AdamW(plain.parameters(), lr=0.1),
+    )
+    for step in range(3):
+        for k in range(2):
+            for module in (inner, plain):
+                module[0].requires_grad_(k == 0 or step == 2)  # type: ignore[index]
+            mean_square(model, rank, 2 * step + k).backward()
+            losses = [mean_square(plain, r, 2 * step + k) for r in range(world_size)]
+            (torch.stack(losses).mean() / 2).backward()
+        oss.step()
+        optimizer.step()
+        assert_same(inner, plain, f"rank {rank}, step {step}")
+        oss.zero_grad()
+        optimizer.zero_grad()
+
+
 @on_ranks(2, 3)
 def test_frozen_between_gradients_that_nobody_has_reduced(rank: int) -> None:
-    """Refused on all ranks, until they are cleared."""
+    """Refused on all ranks, those that have no gradient of it too, until they are cleared."""
     inner = build(mlp)
     model = ShardedDataParallel(inner, shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1))
     with model.no_sync():
         mean_square(model, rank, 0).backward()
         inner[0].requires_grad_(False)  # type: ignore[index]
+        inner[0].zero_grad() if rank else None  # type: ignore[index]
         with pytest.raises(LifecycleError, match=r"frozen between backwards inside of no_sync\(\)"):
             mean_square(model, rank, 1)
         model.zero_grad()

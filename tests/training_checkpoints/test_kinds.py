@@ -223,6 +223,7 @@ def _own(rank: int, folder: str) -> list[list[float]]:
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
     schedule.step()
     extra = {"notes": [1, ("a", {2: 3})], "ema": {"x": {"y": torch.arange(3.0)}}, "empty": {}}
+    extra["a.b"], extra["a"] = "a word", {"n": "bert", "b": torch.ones(2)}  # is one record
     shardkit.save(
         folder, model=model, optimizer=optimizer, scheduler=schedule, step=3, extra=extra,
         loader=Place({"at": rank, "next": (1, torch.ones(2))}),
@@ -234,6 +235,8 @@ def _own(rank: int, folder: str) -> list[list[float]]:
     assert fresh.state_dict() == schedule.state_dict()
     assert found.extra["notes"] == extra["notes"]
     assert found.extra["empty"] == {}
+    assert found.extra["a.b"] == "a word"
+    assert found.extra["a"]["n"] == "bert"  # type: ignore[index]
     assert found.extra["ema"]["x"]["y"].tolist() == [0, 1, 2]  # type: ignore[index]
     assert place.state["at"] == rank
     return [after, again]

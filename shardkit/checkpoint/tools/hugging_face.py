@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ...checks import some
 from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import whole_box
 from ...types import StateDict, Tree
@@ -191,7 +190,7 @@ def write_hugging_face(
     notes = []
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
-        notes.append(f"left out, since safetensors files hold tensors alone: {some(others)}")
+        notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(others)}")
     tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
     for name, kept in shared.items():
         notes.append(f"{name} is tied to {kept}: written once")
