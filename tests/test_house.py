@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_456  # of all source; to be lowered with each release
+LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_336,
+    "compat": 9_334,
     "shardkit": 2_403,  # the files right there
-    "shardkit/checkpoint": 6_546,
+    "shardkit/checkpoint": 6_545,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_467,
+    "shardkit/fsdp": 11_407,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_280,
     "shardkit/optimizers": 538,
-    "shardkit/oss": 3_054,
+    "shardkit/oss": 3_068,
     "shardkit/pipeline": 1_507,
-    "shardkit/reduction": 1_574,
+    "shardkit/reduction": 1_575,
     "shardkit/tools": 7_530,
     "shardkit/torch_seams": 1_291,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_776,
+    "shardkit/training": 4_775,
     "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
