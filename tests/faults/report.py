@@ -76,6 +76,10 @@ What is not covered:
   they do so inside of `uneven()`.
 - Replicas of shards that one rank holds alone (`NO_SHARD`, a mesh of (replicas, 1)): a step that one rank leaves out is
   not noticed. Where shards are cut, the ranks that hold the others' parts notice it.
+- A step that one rank leaves out just before `torch.distributed.checkpoint` saves `state_dict()` with DTensors, or
+  `sharded_state_dict()`, and the job ends: neither asks the other ranks, since one alone may ask for its part, and what
+  DCP sends is torch's. Ranks' parts of two steps are saved then. `shardkit.save_training` refuses it, and whatever
+  follows (a forward, a step) raises the OutOfStepError.
 - Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and
   state dicts of two models in another order are refused.)
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
