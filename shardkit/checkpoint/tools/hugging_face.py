@@ -190,7 +190,7 @@ def write_hugging_face(
     notes = []
     others = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
     if others:
-        notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(others)}")
+        notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(sorted(others))}")
     tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
     for name, kept in shared.items():
         notes.append(f"{name} is tied to {kept}: written once")
