@@ -48,12 +48,13 @@ def all_gather_facts(group: Group, value: T, *, label: str = "") -> list[T]:
 def facts_of_all(groups: Sequence[Group], value: T, *, label: str = "") -> list[T]:
     """Gathers values over all groups, of which the ranks of the first have those of the second each, and so on.
 
-    The ranks of the first group come together (collective).
+    The ranks of the first group come together (collective). A group of one rank sends nothing.
     """
     said = [value]
     for group in groups:
-        facts = all_gather_facts(group.channel("control"), said, label=label)
-        said = [fact for each in facts for fact in each]
+        if group.world_size > 1:
+            facts = all_gather_facts(group.channel("control"), said, label=label)
+            said = [fact for each in facts for fact in each]
     return said
 
 
@@ -67,7 +68,7 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def problems_of_ranks(group: Group, problem: str | None, label: str) -> list[tuple[int, str]]:
     """Lists what is wrong on any rank, with the rank's number in the whole job, on all of them (collective)."""
-    everybody = facts_of_all([group] if group.world_size > 1 else [], problem, label=label)
+    everybody = facts_of_all([group], problem, label=label)
     return [(rank, what) for rank, what in zip(group.ranks, everybody, strict=True) if what is not None]
 
 

@@ -78,7 +78,9 @@ def _is_state_dict(value: object) -> bool:
     """Says whether taking a dict apart and putting it together again gives the same: tensors by name, and notes."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         return False
-    inner = [v for k, v in value.items() if not (isinstance(v, str) and " is " in k)]  # see noted()
+    inner = [
+        v for k, v in value.items() if not (isinstance(v, str) and k.endswith(f" is {v}"))
+    ]  # see noted()
     return bool(inner) and all(isinstance(v, torch.Tensor) or _is_state_dict(v) for v in inner)
 
 

@@ -135,10 +135,9 @@ def check_same_state(group: Group, state_dict: StateDict, problem: Configuration
         state_dict: torch's form; parameters may have no state on some ranks.
         problem: what this rank has found wrong with it.
     """
-    others = [group] if group.world_size > 1 else []
-    prints = _fingerprints(state_dict) if others and problem is None else {}
+    prints = _fingerprints(state_dict) if group.world_size > 1 and problem is None else {}
     fact = None if problem is None else str(problem), prints
-    everybody = facts_of_all(others, fact, label="check of loaded state")
+    everybody = facts_of_all([group], fact, label="check of loaded state")
     if problem is not None:
         raise problem
     for rank, (what, _) in zip(group.ranks, everybody, strict=True):
@@ -408,9 +407,8 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     for dim, (placement, at) in enumerate(zip(tensor.placements, mine, strict=True)):
         if not placement.is_replicate():
             same = same.narrow(dim, at, 1)
-    with torch.device(
-        "cpu"
-    ):  # torch asks tensors on the default device, which may be another one or have no values
+    # torch asks tensors on the default device, which may be another one or have no values
+    with torch.device("cpu"):
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     box = Box(tuple(offsets), tuple(sizes))
     boxes = () if 0 in box.sizes and tensor.numel() else (box,)

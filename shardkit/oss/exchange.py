@@ -591,12 +591,11 @@ class GradientExchange:
         means = self._frozen_means.union(*[part.means() for part in parts])
         frozen = {p for p in self._watched if p.grad is not None and not p.requires_grad}
         has_own = self.state.unreduced and not frozen <= means
-        others = [self.group] if self.group.world_size > 1 else []
         # a rank without a gradient of it would go on, and wait for the others
-        if any(facts_of_all(others, has_own, label="gradients of frozen parameters")):
+        if any(facts_of_all([self.group], has_own, label="gradients of frozen parameters")):
             raise LifecycleError(
-                "a parameter was frozen between backwards inside of no_sync(): nobody would average the gradient that "
-                "it has. Freeze it before the first or after the step, or clear its gradient"
+                "a parameter was frozen between backwards inside of no_sync(): the gradient that it has would never be "
+                "averaged over ranks. Freeze it before the step's first backward or after step(), or clear its gradient"
             )
         self._build()
         self.adopt_means(means)
