@@ -917,8 +917,7 @@ class Engine:
         self._passed += 1
         if self._is_planned and not self._at_end and not self.state.accumulating:
             for row in self._reductions[self._next_reduction : self._due[self._passed]]:
-                if not row.accumulates:
-                    self._send(row)
+                self._send(row)
                 self._next_reduction += 1
                 for unit in row.units if isinstance(row, SmallUnits) else (row,):
                     if unit.waiting and not unit.open_calls and not unit.keep_after_backward:
@@ -966,13 +965,14 @@ class Engine:
         limit = due[following] if self._is_planned and following < len(due) else len(order)
         while self._next_reduction < limit:
             ready = order[self._next_reduction]
-            if not ready.accumulates:
-                if ready.waiting:
-                    return
-                self._send(ready)
+            if ready.waiting and not ready.accumulates:
+                return
+            self._send(ready)
             self._next_reduction += 1
 
     def _send(self, unit: Unit | SmallUnits) -> None:
+        if unit.accumulates:  # its gradients stay here
+            return
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
                 self._send(unit)
@@ -1042,6 +1042,8 @@ class Engine:
         """Comes to the end of the plan, whose module backward has left."""
         if self._is_planned and not self._at_end:
             self._finish_plan()
+            while any(pack.replicas is not None for unit in self._in_flight for pack in unit.sent):
+                self._receive()  # averages over replicas, a collective: it has to come before those of the next root
 
     def _finish_plan(self) -> None:
         if self._creates_graph:
@@ -1058,8 +1060,7 @@ class Engine:
         rest = self._reductions[self._next_reduction :]
         self._next_reduction += len(rest)
         for row in rest:
-            if not row.accumulates:
-                self._send(row)
+            self._send(row)
 
     def _finish_backward(self) -> None:
         self._finish_plan()

@@ -550,9 +550,8 @@ class GradientExchange:
         dense = [p for p in trainable if p in owner and p not in sparse]
         if dense:
             owners = [owner[p] for p in dense]
-            kept = [p for p in dense if owner[p] == self.group.rank]
             reduced = gradient_class(
-                self.group, "OSS.clip_grad_norm", False, kept, self.policy.order is not None
+                self.group, "OSS.clip_grad_norm", False, dense, self.policy.order is not None
             )
             self._reducer = Reducer(
                 dense, owners, self._channel, self.policy, self.state, reduced, self._may_send

@@ -123,9 +123,8 @@ def local_norm(
     return norm.to(device=like.device, dtype=like.dtype)
 
 
-def norm_like(params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Makes a 0-dim tensor with the device of the parameters and the widest of their dtypes, real and fp32 at least."""
-    dtype = torch.float32
+def norm_like(params: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Makes a 0-dim tensor with the parameters' device and the widest of their dtypes, real and ``dtype`` at least."""
     for p in params:
         dtype = torch.promote_types(dtype, p.dtype.to_real() if p.dtype.is_complex else p.dtype)
     return torch.zeros((), dtype=dtype, device=params[0].device)
@@ -229,8 +228,8 @@ class ShardGradient(MarkedTensor):
         group_of: the ranks, None once they are gone.
         has_padding: zeros may stand among the elements that are no gradient's.
         instead: the call that takes any norm.
-        kept: parameters, held weakly, whose gradients this rank has alone, and other ranks others; empty where each
-            rank has a part of every gradient.
+        kept: parameters, held weakly, of which each has its gradient on one rank alone; empty where each rank has a
+            part of every gradient.
         in_order: norms are to have the same bits on any number of ranks.
     """
 
@@ -428,17 +427,19 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """Returns the norm over all ranks (collective) of a stack of norms."""
     order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
+    values = norms.as_subclass(torch.Tensor)
     for kind in {k for k in kinds if k is not None}:
-        asked = kinds.count(kind)
-        held = sum(p is not None and type(p.grad) is kind for p in (kept() for kept in kind.kept))
+        asked, kept = kinds.count(kind), [p for ref in kind.kept if (p := ref()) is not None]
+        held = sum(type(p.grad) is kind for p in kept)
         # each rank knows its own part of the parameters alone, and would take the norm of another part
-        if kind.kept and asked != held:
+        if kept and asked != held:
             raise ConfigurationError(
                 f"the norm of {asked} of the {held} gradients that this rank has: the gradients of other parameters "
                 f"are on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
             )
+        if kept:  # other ranks may have gradients of other dtypes
+            values = values.to(norm_like(kept, values.dtype).dtype)
     groups = [None if k is None else _group_of(k) for k in kinds]
-    values = norms.as_subclass(torch.Tensor)
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
     in_order = [g for g in norms.of if g is not None and g.in_order]
@@ -448,8 +449,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
             check_whole((group,))
             finished.append(exact_norm([(exact, (group,))], values[0]))
             continue
-        there = [values[k] for k, g in enumerate(groups) if g is group]
-        local = combined(there, order) if there else torch.full_like(values[0], nothing(order))
+        local = combined([values[k] for k, g in enumerate(groups) if g is group], order)
         finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
     total = combined(finished, order)
     if ranges.listening:

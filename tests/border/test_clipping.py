@@ -204,6 +204,40 @@ def test_a_part_of_what_is_spread_over_ranks(rank: int, world_size: int) -> None
         clip_grad.clip_grad_norm_(own.parameters(), MAX_NORM)
 
 
+class Cast(nn.Linear):
+    """Computes in its weight's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("strategy", ["sharded_ddp", "in_place"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(2, 3)
+def test_ranks_whose_gradients_have_other_dtypes(
+    rank: int, world_size: int, dtype: torch.dtype, strategy: str, norm_type: float
+) -> None:
+    """One rank's parameters are all of one dtype, another's of several: their norms meet in one."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        wide, narrow = nn.Linear(5, 7), [Cast(7, 3).to(dtype), Cast(3, 4).to(dtype)]
+        return nn.Sequential(wide, nn.Tanh(), narrow[0], nn.Tanh(), narrow[1])
+
+    t = twins(rank, world_size, strategy, make=make)
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        norm, truth = (
+            nn.utils.clip_grad_norm_(m.parameters(), MAX_NORM, norm_type) for m in (t.model, t.plain)
+        )
+        assert norm.dtype is truth.dtype
+        torch.testing.assert_close(norm, truth, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=0)
+        t.step()
+    t.assert_equal(1e-2 if dtype is torch.bfloat16 else 1e-6)
+
+
 # ------------ ``torch.amp.GradScaler`` where an overflow shows on one rank alone.
 SCALE = 1024.0
 
