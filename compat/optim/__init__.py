@@ -171,7 +171,8 @@ class AdaScale(_adascale.AdaScale):
     _state = property(lambda self: {k: v.numpy() for k, v in self._averages.items()})
     _local_grad_sqr = property(lambda self: self._meter.sums() if self._meter.has_begun else None)
     _num_grads_to_accum = property(attrgetter("_meter.expected"))
-    _hook_handles = property(attrgetter("_meter.hooks.handles"))
+    # one for each parameter, of two that there are
+    _hook_handles = property(lambda self: self._meter.hooks.handles[::2])
 
     def _grad_sqr_avg(self, pg_idx: int | None = None, name: str = SQUARE) -> float:
         return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())

@@ -37,7 +37,8 @@ REDIRECTED = [
         "one given",
     ),
     Redirection(
-        "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder create_and_record_event()",
+        "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder DummyCudaEventRecorder EventRecorder "
+        "MAX_LEN_DEQUEUE deque_with_max_len_fixed create_and_record_event() create_event_recorder()",
         "torch.profiler.profile",
         "it times phases on any device, without extra code",
     ),

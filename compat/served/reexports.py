@@ -63,10 +63,8 @@ REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
     "experimental.nn.data_parallel.gossip":
     "experimental.nn.data_parallel.gossip: NPeerDynamicDirectedExponentialGraph as NPDDEGraph; "
-    "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder",
-    "experimental.nn.data_parallel.gossip.cuda_metering":
-    "experimental.nn.data_parallel.gossip: DummyCudaEventRecorder, EventRecorder, MAX_LEN_DEQUEUE, "
-    "create_event_recorder, deque_with_max_len_fixed",
+    "experimental.nn.data_parallel.gossip.cuda_metering: CudaEventRecorder, DummyCudaEventRecorder, EventRecorder, "
+    "MAX_LEN_DEQUEUE, create_event_recorder, deque_with_max_len_fixed",
     "experimental.nn.distributed_pipeline":
     "experimental.nn.distributed_pipeline.graph: PipelineModulesGraph; "
     "experimental.nn.distributed_pipeline.loss: DistributedLoss; "

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
@@ -51,14 +52,15 @@ from shardkit.fsdp.state import (
     Options,
     ShardingState,
     clean,
+    dotted,
     modules_outside_units,
     plain_name,
     summoned,
 )
-from shardkit.fsdp.state_dict import follow_shards, gather_parts, parameters_of
+from shardkit.fsdp.state_dict import check_own, follow_shards, gather_parts, local_state, parameters_of
 from shardkit.fsdp.wrapper import Door, UnitModule
 from shardkit.layout import AlignedLayout, EachAlone
-from shardkit.nn.data_parallel import PassedGroup, StandIn, device_for
+from shardkit.nn.data_parallel import PassedGroup, StandIn, device_for, group_for
 from shardkit.optimizer_state.forms import (
     Held,
     Source,
@@ -163,9 +165,7 @@ class FullyShardedDataParallel(StandIn):
         self._wrap(module, ignored, given)
         self.__dict__.update({name: given[name] for name in _SHOWN})
         self._settings = checked(StateDictType.FULL_STATE_DICT, None, None)
-        self.register_load_state_dict_pre_hook(gather_loaded)
-        if use_orig_params:
-            self.register_forward_pre_hook(_follow)
+        self.register_forward_pre_hook(_follow)
 
     def _wrap(self, module: nn.Module, ignored: Ignored, given: Kwargs) -> None:
         """Gives the module start values where it is to be, and shards it."""
@@ -224,6 +224,7 @@ class FullyShardedDataParallel(StandIn):
     rank = property(lambda self: ranks_of(self._state).rank)
     world_size = property(lambda self: ranks_of(self._state).world_size)
     _use_orig_params = property(lambda self: not self._state.options.flatten)
+    _state_dict_type = property(attrgetter("_settings.state_dict_type"))
 
     _handle = _flat_param = property(lambda self: FlatParamHandle(self._state) if self._state.flats else None)
     _has_params = property(lambda self: bool(self._state.flats))
@@ -341,7 +342,7 @@ class FullyShardedDataParallel(StandIn):
         """
         if writeback and rank0_only:
             raise RedirectedError(
-                "rank0_only=True with writeback=True would change one rank's parameters alone; pass writeback=False"
+                "rank0_only=True with writeback=True is not supported, it would change one rank; pass writeback=False"
             )
         found = FullyShardedDataParallel.fsdp_modules(module)
         chosen = found if recurse else [m for m in found if m is module]
@@ -388,6 +389,20 @@ class FullyShardedDataParallel(StandIn):
             return self.load_local_state_dict(state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
+    def _load_from_state_dict(
+        self, state_dict: StateDict, prefix: str, local_metadata: StateDict, *others: Tree
+    ) -> None:
+        """Takes DTensors, and with LOCAL_STATE_DICT shards, in whatever module this one is (collective)."""
+        is_local, keys = self._is_local, own_keys(self._state)
+        own: Tree = OrderedDict((k[len(prefix) :], v) for k, v in state_dict.items() if k.startswith(prefix))
+        own._metadata = {"": local_metadata}
+        if is_local:
+            check_own(self._state, own)
+        cut = [k for k, v in own.items() if is_cut(v) and plain_name(k) in keys]
+        state_dict.update((prefix + k, whole(own[k])) for k in cut)
+        with local_state([self._state] if is_local else ()):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
     @property
     def _is_local(self) -> bool:
         kind = self._settings.state_dict_type
@@ -406,11 +421,9 @@ class FullyShardedDataParallel(StandIn):
             for key in keys:
                 del found[key]
             return
-        if self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            if state.group.world_size == 1 and state.replicas is not None:
-                raise ConfigurationError(
-                    "SHARDED_STATE_DICT of a module with NO_SHARD, where every rank has all: use FULL_STATE_DICT"
-                )
+        found.update((k, v) for k, v in unsharded(state, prefix) if k in found and found[k].dtype == v.dtype)
+        is_cut_up = state.group.world_size > 1 or state.replicas is None  # else NO_SHARD: all ranks have all
+        if self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and is_cut_up:
             mesh = mesh_over(self._passed_group.value, state.group.backend.device_type)
             own = own_keys(state, prefix)
             for key in keys:
@@ -636,7 +649,10 @@ def checked(
     optim_config = wanted[1]() if optim_config is None else optim_config
     for given, type_ in zip((config, optim_config), wanted, strict=True):
         if type(given) is not type_:
-            raise ConfigurationError(f"{kind} goes with a {type_.__name__}, not a {type(given).__name__}")
+            raise ConfigurationError(
+                f"Expected state_dict_config of type {type_.__name__}, which goes with {kind}, and got a "
+                f"{type(given).__name__}"
+            )
     return StateDictSettings(kind, config, optim_config)
 
 
@@ -663,19 +679,19 @@ def own_keys(state: ShardingState, prefix: str = "") -> set[str]:
     return {prefix + plain_name(n) for n in names}
 
 
+def unsharded(state: ShardingState, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Lists buffers and ignored parameters of a unit, by keys in a full state dict."""
+    own = own_keys(state, prefix)
+    for path, m in modules_outside_units(state.module):
+        for name, tensor in (*m._parameters.items(), *m._buffers.items()):
+            key = prefix + plain_name(dotted(path, name))
+            if tensor is not None and key not in own:
+                yield key, tensor.detach()
+
+
 def ranks_of(state: ShardingState) -> Group:
     """Returns the ranks that share a unit's work, of which the first keeps what only one keeps."""
     return state.group if state.group.world_size > 1 or state.replicas is None else state.replicas
-
-
-def gather_loaded(wrapper: nn.Module, state_dict: StateDict, prefix: str, *others: object) -> None:
-    """Serves as a hook before loading: DTensors for a unit's own parameters become full tensors (collective)."""
-    if not isinstance(wrapper, Door):
-        return
-    own = own_keys(wrapper._state)
-    for key, value in list(state_dict.items()):
-        if key.startswith(prefix) and is_cut(value) and plain_name(key[len(prefix) :]) in own:
-            state_dict[key] = whole(value)
 
 
 # ------------------------------------------------------------ torch's private handles
@@ -692,7 +708,10 @@ class FlatParamHandle:
         self._fqns = [name for flat in state.flats for name in flat.names]
 
     flat_param = property(lambda self: self)
+    uses_sharded_strategy = property(lambda self: self._flat.group.world_size > 1)
     _offload_params = property(attrgetter("_state.options.offload.parameters"))
+    _params = property(lambda self: [m.param for flat in self._state.flats for m in flat.originals])
+    _full_param_padded = property(attrgetter("_flat.store.gathered"))
 
     @property
     def data(self) -> torch.Tensor:
@@ -756,16 +775,30 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
                 original.param.grad = None
 
 
-# ------------------------------------------------------------ optimizers made before
+# ------------------------------------------------------------ optimizers made before, or for each parameter
+def _step_at_once(param: Tree) -> None:
+    for optimizer in param._in_backward_optimizers:
+        optimizer.step()
+    param.grad = None
+
+
 def _follow(unit: nn.Module, _: object) -> None:
     """Leads optimizers of the model as it was to its shards, once it is called: with ``use_orig_params`` torch's serve.
 
-    Those that have stepped before are left alone; their next step is refused.
+    Those that have stepped before are left alone; their next step is refused. Those that torch's
+    ``_apply_optimizer_in_backward`` has made, one for each parameter, step as soon as its gradient is reduced.
     """
     hooks = unit._forward_pre_hooks
     for number in [k for k, hook in hooks.items() if hook is _follow]:
         del hooks[number]
-    if not isinstance(unit, FullyShardedDataParallel) or unit._state.is_root is False:
+    if not isinstance(unit, FullyShardedDataParallel):
+        return
+    for param in unit.params:
+        if hasattr(param, "_in_backward_optimizers"):
+            if not unit._use_orig_params:
+                raise ConfigurationError("a step in backward is only supported with use_orig_params=True")
+            param.register_post_accumulate_grad_hook(_step_at_once)
+    if unit._state.is_root is False or not unit._use_orig_params:
         return  # inside of one that has been called
     flats = {*unit._state.all_flats()}
     for found in gc.get_objects():
@@ -955,13 +988,13 @@ def groups_of(
             )
         if strategy is ShardingStrategy.NO_SHARD and backend_of_job().group(process_group).world_size > 1:
             return hybrid_groups(1, process_group)
-        return process_group, None
+        return group_for(process_group), None
     if process_group is None:
         size = os.environ.get(_LOCAL)
         if size is None:
             raise ConfigurationError(
-                f"{strategy} without groups shards over the ranks of a machine, and {_LOCAL} does not say how many "
-                "these are (torchrun sets it). Pass process_group=(shards, replicas), or a two-dimensional device_mesh"
+                f"{strategy} requires explicit specification of process group or device_mesh, two-dimensional, where "
+                f"{_LOCAL} does not say how many ranks a machine has (torchrun sets it)"
             )
         return hybrid_groups(int(size))
     if not isinstance(process_group, tuple) or len(process_group) != 2:
@@ -983,7 +1016,10 @@ def ignored_of(
         ConfigurationError: both are given; an element is neither module nor parameter, or a sharded module.
     """
     if modules is not None and states is not None:
-        raise ConfigurationError("pass ignored_states alone: ignored_modules is an older name for it")
+        raise ConfigurationError(
+            "Cannot pass both ignored_modules and ignored_states at the same time: the former is an older name; pass "
+            "ignored_states alone"
+        )
     found = Ignored()
     for item in (*(modules or ()), *(states or ())):
         if isinstance(item, Door):

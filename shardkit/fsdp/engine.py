@@ -1185,7 +1185,8 @@ class Engine:
             self.forget_interrupted()
         if self.forwards or (self.state.task != NO_BACKWARD and current_backward() != NO_BACKWARD):
             raise LifecycleError(
-                f"{what} inside of forward or backward is not possible; call it between steps"
+                f"Cannot manually unshard parameters during forward/backward: {what} inside of forward or backward is "
+                "not possible; call it between steps"
             )
         self.recover()
 

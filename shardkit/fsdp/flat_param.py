@@ -20,7 +20,7 @@ gradient. Such a flat parameter's ``param`` is a shard that no module lists (:cl
 Memory is the truth: before values are gathered, registered parameters whose memory somebody replaced (``p.data = ...``,
 ``module.to()``) are copied into the shard and become views of it again.
 
-States of a store follow each other so (:data:`TRANSITIONS`)
+States of a store follow each other so, which a test holds
 
 ::
 
@@ -151,16 +151,6 @@ class State(Enum):
 # By names of the module: up to Python 3.11 an attribute of an Enum costs a Python call.
 RELEASED, KEPT, GATHERING, GATHERED, LOCKED, SUMMONED = State
 FULL = (GATHERED, LOCKED, GATHERING)  # the memory is in use
-
-# What may follow what; held by the tests, not in each step.
-TRANSITIONS: dict[State, tuple[State, ...]] = {
-    RELEASED: (GATHERING, GATHERED, SUMMONED),
-    KEPT: (GATHERING, RELEASED, SUMMONED),
-    GATHERING: (GATHERED, RELEASED),  # released where the all-gather failed
-    GATHERED: (LOCKED, RELEASED, KEPT),
-    LOCKED: (GATHERED, RELEASED),
-    SUMMONED: (RELEASED, KEPT),
-}
 
 
 def taken_apart(values: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:

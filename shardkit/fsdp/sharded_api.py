@@ -125,7 +125,7 @@ class ShardedAPI:
         state = self._state
         engine = state.engine or become_root(state)
         if not state.is_root:
-            raise LifecycleError(f"{what} is for the outermost FSDP module; call it there")
+            raise LifecycleError(f"{what} should only be called on the root FSDP instance, the outermost")
         return engine
 
     @contextlib.contextmanager
@@ -198,9 +198,9 @@ class ShardedAPI:
     def local_state_dict(self, *args: Any, **kwargs: Any) -> StateDict:
         """Returns this rank's shards, 1-D and padded, under fairscale's names; loads at the same world size only."""
         state = self._state
-        with local_state(state):
+        with local_state(state.states()):
             found = self._door_state_dict(*args, **kwargs)
-        mark(state, found)
+        mark(state, found, str(args[1] if len(args) > 1 else kwargs.get("prefix", "")))
         if state.group.world_size > 1:
             mark_shards(state.door.parameters(), found)
         return found
@@ -216,7 +216,7 @@ class ShardedAPI:
             state_dict = {"flat_param_0" if k == "flat_param" else k: v for k, v in state_dict.items()}
         state = self._state
         check_own(state, state_dict)
-        with local_state(state), loading(state.door):
+        with local_state(state.states()), loading(state.door):
             return self._load_door(state_dict, strict)
 
     # Of a door that is a class, state dicts of its own: those of subclasses may have called this.

@@ -256,14 +256,14 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
 
 
 # ------------------------------------------------------------ whose shards they are
-def mark(sharding: ShardingState, state: StateDict) -> None:
+def mark(sharding: ShardingState, state: StateDict, prefix: str = "") -> None:
     """Notes in a local state dict whose it is. ``torch.save`` keeps the note, other readers don't look at it."""
-    notes = versions_of(state)
-    if notes is not None and "" in notes:
+    notes, place = versions_of(state), prefix.removesuffix(".")
+    if notes is not None and place in notes:
         layout = {key: facts for key, (_, facts) in _listings_by_key(sharding).items()}
         group = sharding.group
         when = stamp(sharding.run_id, sharding.unit.backwards)
-        notes[""][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout, **when}
+        notes[place][_NOTE] = {"rank": group.rank, "world_size": group.world_size, "layout": layout, **when}
 
 
 def note_of(state: SavedState) -> StateDict | None:
@@ -548,9 +548,9 @@ def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def local_state(state: ShardingState) -> Iterator[None]:
-    """Puts this rank's shards into state dicts of a unit and those below, inside."""
-    before = [(s, s.state_is_local) for s in state.states()]
+def local_state(states: Iterable[ShardingState]) -> Iterator[None]:
+    """Lets state dicts of units hold this rank's shards, inside."""
+    before = [(s, s.state_is_local) for s in states]
     for s, _ in before:
         s.state_is_local = True
     try:
@@ -559,14 +559,6 @@ def local_state(state: ShardingState) -> Iterator[None]:
     finally:
         for s, was_local in before:
             s.state_is_local = was_local
-
-
-@contextlib.contextmanager
-def loading_own(state: ShardingState, is_local: bool) -> Iterator[None]:
-    """Lets a unit, without those below it, load this rank's shards inside, where ``is_local``."""
-    state.state_is_local = is_local
-    yield
-    state.state_is_local = False
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import wrap as their_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 import shardkit
 from shardkit import torch_fsdp as ours
@@ -416,16 +417,85 @@ def test_refusals_and_what_else_there_is(rank: int) -> None:
     with pytest.raises(LifecycleError, match=r"'_flat_param' .*functional_call does this"):
         torch.func.functional_call(model, {n: p.detach() * 2 for n, p in own.items()}, (batch(rank, 0),))
     assert dict(model.named_parameters()).keys() == own.keys()
-    with pytest.raises(LifecycleError, match="outermost"):
+    with pytest.raises(LifecycleError, match="only be called on the root FSDP instance, the outermost"):
         model.module.inner.clip_grad_norm_(1.0)
+
+
+class _InName:
+    """Two ranks that can't communicate, as torch's own tests have them."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, 3)
+def test_private_names_that_torchs_tests_read(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = FSDP(net(), auto_wrap_policy=INNER, use_orig_params=use_orig_params)
+    loss_of(model, rank, 0).backward()
+    for unit in FSDP.fsdp_modules(model):
+        shard = unit._handle.flat_param
+        assert unit._handle.uses_sharded_strategy
+        assert shard._full_param_padded.untyped_storage().size() == 0
+        assert shard.data_ptr() == shard._local_shard.data_ptr()
+        with FSDP.summon_full_params(unit, recurse=False):
+            inside = [p.numel() for p in shard._params]
+        assert sum(inside) == sum(
+            p.numel() for p in (net().inner.parameters() if unit is not model else _outer())
+        )
+        assert unit._state_dict_type is StateDictType.FULL_STATE_DICT
+        assert unit.params[0].grad is not None
+    whole = FSDP(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert not whole._handle.uses_sharded_strategy
+    alone = FSDP(net(), process_group=_InName())
+    assert (alone.rank, alone.world_size) == (0, 2)
+
+
+def _outer() -> list[nn.Parameter]:
+    return [p for n, p in net().named_parameters() if not n.startswith("inner")]
+
+
+# ------------------------------------------------------------ an optimizer for each parameter, in backward
+KINDS: list[Any] = [(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 0.01})]
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2, 3)
+def test_optimizers_of_parameters_step_in_backward(
+    rank: int, world_size: int, kind: Any, strategy: ShardingStrategy | None
+) -> None:
+    """What torch's ``_apply_optimizer_in_backward`` makes trained nothing, and said nothing."""
+    make, options = kind
+    plain = net()
+    optimizer = make(plain.parameters(), **options)
+    train(plain, range(world_size), optimizer)
+    model = FSDP(net(), auto_wrap_policy=INNER, use_orig_params=True, sharding_strategy=strategy)
+    _apply_optimizer_in_backward(make, model.parameters(), options, register_hook=False)
+    for step in range(3):
+        if step == 1:  # micro-batches: one step, with their sum
+            with model.no_sync():
+                (loss_of(model, rank, step) * 0.25).backward()
+            (loss_of(model, rank, step) * 0.75).backward()
+        else:
+            loss_of(model, rank, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+    same(model.state_dict(), plain.state_dict())
+    flat = FSDP(net())
+    _apply_optimizer_in_backward(make, flat.parameters(), options, register_hook=False)
+    with pytest.raises(ConfigurationError, match="only supported with use_orig_params=True"):
+        loss_of(flat, rank, 0)
 
 
 def _on_threads(rank: int) -> None:
     """Without torch.distributed there is no mesh to cut over."""
     model = FSDP(net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    full = model.state_dict()
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
-    with pytest.raises(ConfigurationError, match="NO_SHARD"):
-        model.state_dict()
+    same(model.state_dict(), full, 0.0)  # every rank has all: entries are whole, as torch's
     model = FSDP(net())
     with (
         FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT),

@@ -366,6 +366,59 @@ def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tm
 
 
 @on_ranks(2, 3)
+def test_local_state_dicts_of_a_module_that_holds_units(rank: int, world_size: int) -> None:
+    """Loading took shards for full values where the outermost module was no FSDP module."""
+
+    def holder() -> nn.ModuleDict:
+        return nn.ModuleDict({"a": FSDP(net(), auto_wrap_policy=INNER), "b": nn.ModuleList([FSDP(net())])})
+
+    model, other = holder(), holder()
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            p.add_(k + rank)
+    wanted = model.state_dict()
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    FSDP.set_state_dict_type(other, StateDictType.LOCAL_STATE_DICT)
+    own = model.state_dict()
+    told: list[Any] = [None] * world_size
+    dist.all_gather_object(told, own)
+    before = {n: p.detach().clone() for n, p in other.named_parameters()}
+    with pytest.raises(ConfigurationError, match="the state dict is of rank"):
+        other.load_state_dict(told[(rank + 1) % world_size])
+    same(dict(other.named_parameters()), before, 0.0)
+    assert not any(other.load_state_dict(own))
+    FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+    same(other.state_dict(), wanted, 0.0)
+    other.load_state_dict(net_of_holder := {k: v * 2 for k, v in wanted.items()})  # and full ones again
+    same(other.state_dict(), net_of_holder, 0.0)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@on_ranks(2)
+def test_what_is_not_sharded_is_no_copy(rank: int, kind: StateDictType, use_orig_params: bool) -> None:
+    """As in any module, and in torch's: buffers and ignored parameters of a state dict are the model's own memory."""
+    made = net()
+    ignored = [made.last, made.inner[0]]
+    model = FSDP(made, auto_wrap_policy=INNER, ignored_modules=ignored, use_orig_params=use_orig_params)
+    for prefix in ("", "of."):
+        with FSDP.state_dict_type(model, kind):
+            found = model.state_dict(prefix=prefix)
+        own = {
+            "last.weight": made.last.weight,
+            "last.bias": made.last.bias,
+            "norm.running_mean": made.norm.running_mean,
+        }
+        for name, tensor in {**own, "inner.0.weight": ignored[1].weight}.items():
+            assert found[prefix + name].data_ptr() == tensor.data_ptr(), name
+            assert not found[prefix + name].requires_grad
+    with pytest.raises(ConfigurationError, match="Expected state_dict_config of type FullStateDictConfig"):
+        FSDP.set_state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, torch.distributed.fsdp.LocalStateDictConfig()
+        )
+
+
+@on_ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT])
 @pytest.mark.parametrize("optim", [adam, partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)])

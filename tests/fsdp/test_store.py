@@ -11,7 +11,16 @@ from torch import nn
 
 from shardkit import FSDP
 from shardkit.errors import LifecycleError
-from shardkit.fsdp.flat_param import TRANSITIONS, State, Store
+from shardkit.fsdp.flat_param import (
+    GATHERED,
+    GATHERING,
+    KEPT,
+    LOCKED,
+    RELEASED,
+    SUMMONED,
+    State,
+    Store,
+)
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks, rank_pool
@@ -73,6 +82,17 @@ def _transitions(rank: int, world_size: int) -> set[tuple[str, str]]:
         with torch.no_grad():
             kept(batch(0, 4)[rank])
     return {(a, b) for a, b in seen if a != b}
+
+
+# What may follow what, as the note in flat_param.py draws it.
+TRANSITIONS: dict[State, tuple[State, ...]] = {
+    RELEASED: (GATHERING, GATHERED, SUMMONED),
+    KEPT: (GATHERING, RELEASED, SUMMONED),
+    GATHERING: (GATHERED, RELEASED),  # released where the all-gather failed
+    GATHERED: (LOCKED, RELEASED, KEPT),
+    LOCKED: (GATHERED, RELEASED),
+    SUMMONED: (RELEASED, KEPT),
+}
 
 
 def test_states_follow_the_table() -> None:

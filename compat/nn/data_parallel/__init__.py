@@ -179,6 +179,11 @@ class StandIn(Door):
     _is_root = property(attrgetter("_state.is_root"))
     compute_device = property(attrgetter("_state.compute_device"))  # on which parameters are gathered
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Lists this wrapper's own parameters (shards)."""
+        return [listing.param for listing in self._state.listings]
+
     def assert_state(self, state: enum.Enum | list[enum.Enum]) -> None:
         """Raises unless the module is in one of these states.
 
@@ -285,7 +290,7 @@ class FullyShardedDataParallel(StandIn):
             compute = compute_dtype or torch.float16
             precision = PrecisionPolicy(compute=compute, buffers=buffer_dtype or compute, inputs=compute)
         options = Options(
-            group=_group(getattr(process_group, "group", process_group)),  # of a ProcessGroupTracker
+            group=group_for(getattr(process_group, "group", process_group)),  # of a ProcessGroupTracker
             precision=precision,
             reshard=ReshardPolicy(bool(reshard_after_forward), root=not disable_reshard_on_root),
             offload=OffloadPolicy(offloads, move_grads_to_cpu),
@@ -335,11 +340,6 @@ class FullyShardedDataParallel(StandIn):
     uncollected_opt_state = property(attrgetter("_state.uncollected"))
 
     @property
-    def params(self) -> list[nn.Parameter]:
-        """Lists this wrapper's own parameters (shards)."""
-        return [listing.param for listing in self._state.listings]
-
-    @property
     def process_group(self) -> ProcessGroup:
         """Returns the group as it was passed, or as torch knows it."""
         if self._passed_group.value is not None:
@@ -365,6 +365,10 @@ class FullyShardedDataParallel(StandIn):
         passed: Tree = self._passed_for_gradients.value
         fits = callable(getattr(passed, "size", None)) and passed.size() == self.world_size
         return passed if fits else self.process_group
+
+    @process_group_reduce_scatter.setter
+    def process_group_reduce_scatter(self, group: ProcessGroup) -> None:
+        self._passed_for_gradients = PassedGroup(group)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -478,7 +482,7 @@ class FullyShardedDataParallel(StandIn):
 FairscaleFacts = FullyShardedDataParallel  # what held these attributes up to 0.2
 
 
-def _group(given: Tree) -> ProcessGroup:
+def group_for(given: Tree) -> ProcessGroup:
     """Marks a group of several ranks that can't communicate: it is for the structure, as in fairscale's tests."""
     size = size_of(given)
     if size is None or size == 1 or hasattr(given, "allgather"):

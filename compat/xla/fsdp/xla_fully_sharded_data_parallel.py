@@ -15,7 +15,7 @@ from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, sh
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.flat_param import Registered
 from shardkit.fsdp.state import INNER, OUTER, Options, clean
-from shardkit.fsdp.state_dict import loading_own
+from shardkit.fsdp.state_dict import local_state
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
@@ -298,7 +298,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         self, state_dict: Entries, prefix: str, *args: object, **kwargs: object
     ) -> None:
         is_local = self._take_saved_names(state_dict, prefix)
-        with loading_own(self._state, is_local):
+        with local_state([self._state] if is_local else ()):
             if is_local:
                 begin_loading_shards(self)
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

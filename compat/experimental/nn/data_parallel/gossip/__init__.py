@@ -15,7 +15,6 @@ import itertools
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -25,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardkit.backend import Group, ReduceOp, backend_for
-from shardkit.compat.redirected import redirected_names
 from shardkit.errors import ConfigurationError
 from shardkit.internal.params import average_gradients, average_together
 from shardkit.layout import ShardLayout
@@ -949,31 +947,7 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
     num_updates = property(attrgetter("_steps"))
 
 
-# ------------------------------------------------------------ its utils: recorders, groups, loggers, messages
-# ------------------------------------------------------------ recorders
-MAX_LEN_DEQUEUE = 10**4
-deque_with_max_len_fixed: partial[deque[float]] = partial(deque, maxlen=MAX_LEN_DEQUEUE)
-
-
-class EventRecorder:
-    def stop(self) -> None:
-        """Ends the recording."""
-
-
-class DummyCudaEventRecorder(EventRecorder):
-    """Records nothing."""
-
-
-def create_event_recorder(event_name: str, dummy: bool = False) -> EventRecorder:
-    """Returns a recorder that records nothing; without ``dummy`` an error that says what to take instead."""
-    return (
-        DummyCudaEventRecorder()
-        if dummy
-        else redirected_names(f"{__name__}.cuda_metering")("CudaEventRecorder")(event_name)
-    )
-
-
-# ------------------------------------------------------------ groups, loggers, messages
+# ------------------------------------------------------------ its utils: groups, loggers, messages
 HANDLER_AND_LEVEL_SET: set[logging.Logger] = set()
 
 
