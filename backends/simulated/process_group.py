@@ -34,7 +34,7 @@ from . import SimulatedGroup, SimulatedWork
 
 
 class ThreadWork(dist.Work):
-    """See above. Waiting gives the other ranks their turn.
+    """Is torch's handle of a collective. Waiting gives the other ranks their turn.
 
     Args:
         parts: what to wait for.
@@ -76,7 +76,7 @@ _Base: Tree = dist.ProcessGroup
 
 
 class ProcessGroupOfThreads(_Base):  # type: ignore[misc]
-    """See above.
+    """Has torch's collectives over a group of simulated ranks.
 
     Args:
         below: carries everything.

@@ -848,7 +848,7 @@ _FROM_ZEROS = {getattr(torch.optim, n) for n in ("Adam", "AdamW", "Adamax", "Ada
 
 
 def starts_from_zeros(optim: Optimizer) -> bool:
-    """Whether a step from state that is all zeros is this optimizer's first one."""
+    """Says whether a step from state that is all zeros is this optimizer's first one."""
     return type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
 
 

@@ -194,7 +194,7 @@ class Found:
         self.is_awaited = False
 
     def lenders(self) -> list[FlatParam]:
-        """Flat parameters of other units that manage parameters which this module uses too, as far as they exist."""
+        """Returns flat parameters of other units whose parameters this module uses too, as far as they exist."""
         return [*dict.fromkeys(f for p, _ in self.borrowed if isinstance(f := managing(p), FlatParam))]
 
 
@@ -272,7 +272,7 @@ def _kind_of(
 
 
 def alike(found: Found) -> list[list[OriginalParameter]]:
-    """Parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
+    """Groups parameters that make one flat parameter: of one dtype, kind and mesh, in order of first appearance."""
     state = found.state
     if not state.options.flatten and not state.group.backend.has_storage:
         # where a compiler decides on memory, views of one shard would be copied anew in each step
@@ -877,7 +877,7 @@ def post_forward_mesh(group: Group, count: int) -> Group:
 def hybrid_groups(
     shard_size: int, group: ProcessGroup = None, backend: str | Backend | None = None
 ) -> tuple[Group, Group]:
-    """Two groups for hybrid sharding: ranks that share one copy of the model, and ranks with the same shard of it.
+    """Returns two groups for hybrid sharding: ranks that share a copy of the model, ranks with the same shard.
 
     ::
 
@@ -907,7 +907,7 @@ def hybrid_groups(
 
 
 def begin_move(state: ShardingState) -> None:
-    """Before the module's tensors are moved or cast, or values are loaded into shards that are listed as they are.
+    """Gives back what is gathered before tensors are moved or cast, or values are loaded into listed shards.
 
     Raises:
         ConfigurationError: torch would swap tensors for others.
@@ -925,7 +925,7 @@ def begin_move(state: ShardingState) -> None:
 
 
 def end_move(state: ShardingState) -> None:
-    """After shards were moved, cast, or replaced by other objects."""
+    """Takes over shards that were moved, cast, or replaced by other objects."""
     alike = all(flat.shards.are_alike() for flat in state.flats if flat.shards is not None)
     if state.summoned is not None or not alike:
         return  # others of its modules follow

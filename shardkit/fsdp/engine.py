@@ -811,7 +811,7 @@ class Engine:
             self.in_place.pop()[1]()
 
     def is_inside(self) -> bool:
-        """Whether a forward or backward runs: what an exception has left is none."""
+        """Says whether a forward or backward runs: what an exception has left is none."""
         if self.in_place:
             self.forget_interrupted()
         return self.forwards > 0 or current_backward() != NO_BACKWARD
@@ -1034,7 +1034,7 @@ class Engine:
 
     @property
     def has_sent(self) -> bool:
-        """Whether this backward has come to the end of its plan."""
+        """Says whether this backward has come to the end of its plan."""
         is_through = self._is_planned and self._passed + 1 >= len(self._plan.gathers)
         return is_through and self._next_reduction == len(self._reductions)
 

@@ -330,7 +330,7 @@ class Store(ABC):
             self._flat.host = self._backend.pin(full)
 
     def fits(self) -> bool:
-        """Whether it can serve on after the shard's device or dtype, or the group, may have changed."""
+        """Says whether it can serve on after the shard's device or dtype, or the group, may have changed."""
         now = self._flat.group, self._flat.compute_dtype, self._flat.compute_device
         return self.serves_on and now == (self._group, self._dtype, self._device)
 
@@ -462,7 +462,7 @@ class Store(ABC):
         self._seen.clear()
 
     def _be_attributes(self, have_values: bool) -> None:
-        """Makes attributes of modules the original parameters, or what is listed; see ``flat_param.py``."""
+        """Makes attributes of modules the original parameters, or what is listed: DTensors."""
         for original in self._originals:
             for module, name in original.places:
                 if have_values:
@@ -1169,7 +1169,7 @@ class RegisteredShard:
 
     @property
     def is_copy(self) -> bool:
-        """Whether a rank before this one has the same part."""
+        """Says whether a rank before this one has the same part."""
         mesh = mesh_of(self.flat.originals)
         at = () if mesh is None else mesh.get_coordinate() or ()
         within = self.original.within
@@ -1257,7 +1257,7 @@ class RegisteredShards:
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
-        """Whether nobody has replaced the memory of a registered parameter."""
+        """Says whether nobody has replaced the memory of a registered parameter."""
         # torch swaps what is in a DTensor
         now = map(_local_of, self.params) if self.are_dtensors else self._locals
         if not self._addresses:
@@ -1265,7 +1265,7 @@ class RegisteredShards:
         return list(map(_address_of, now)) == self._addresses
 
     def are_alike(self) -> bool:
-        """Whether what modules list now is of one dtype and device: not while some of several modules have moved."""
+        """Says whether what modules list now is of one dtype and device: not while some modules have moved."""
         now = [module._parameters.get(name) for module, name in (r.places[0] for r in self.each)]
         return len({(p.dtype, p.device) for p in now if p is not None}) == 1
 
@@ -1535,7 +1535,7 @@ class ShardedFlatParameter(FlatParameter):
     ndim = property(lambda self: self.dim())
 
     def dim(self) -> int:
-        """1, whatever the original parameters have; see :data:`dimensions_asked`."""
+        """Returns 1, whatever the original parameters have; see :data:`dimensions_asked`."""
         flat = shard_behind(self)
         if flat is not None:
             dimensions_asked.add(flat)
@@ -1558,7 +1558,7 @@ class ShardedFlatParameter(FlatParameter):
 
 
 class Unused:
-    """See above.
+    """Knows which original parameters have had no gradient since the shard's gradient was cleared.
 
     Attributes:
         originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
@@ -1584,7 +1584,7 @@ class Unused:
         self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
 
     def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
-        """Returns the same for elements, [S]; None if all have got one."""
+        """Notes the same for elements, [S]; None if all have got one."""
         self.is_noted = True
         self.originals = [False] * len(self.originals)
         if is_new:
@@ -1689,7 +1689,7 @@ class FlatParam:
     # ------------------------------------------------------------ what modules list
     @property
     def flat(self) -> FlatParam:
-        """Itself: it is :data:`~.registered.Registered`."""
+        """Returns itself: it is :data:`Registered`."""
         return self
 
     first = position = 0  # it has all of its original parameters
@@ -1734,20 +1734,20 @@ class FlatParam:
 
     @property
     def is_behind(self) -> bool:
-        """Whether modules inside have got other memory, all of them, and nobody computes with what they had."""
+        """Says whether modules inside have got other memory, all of them, and nobody computes with what they had."""
         if self.shards is None or self.is_asleep or self.store.state not in (RELEASED, KEPT):
             return False
         return not self.shards.are_views() and self.shards.are_alike()
 
     @property
     def version(self) -> int:
-        """Changes with every change of the shard."""
+        """Returns a number that changes with every change of the shard."""
         return sum(p._version for p in self.versioned)
 
     # ------------------------------------------------------------ the store
     @property
     def is_summoned(self) -> bool:
-        """Inside :meth:`summoned`."""
+        """Says whether it is inside of :meth:`summoned`."""
         return self.store.state is SUMMONED
 
     def adopt(self) -> None:
@@ -1822,7 +1822,7 @@ class FlatParam:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether values that :meth:`keep` keeps are no longer the shard's, or of parameters that are trained now."""
+        """Says whether values that :meth:`keep` keeps are no longer the shard's, or of parameters trained now."""
         param = self.param
         is_same = self.kept_at == (self.version, param.data_ptr()) and self._seen == (
             param.dtype,
@@ -1831,7 +1831,7 @@ class FlatParam:
         return self.trains or not is_same or not (self.shards is None or self.shards.are_views())
 
     def drop(self) -> None:
-        """Nobody needs the original parameters, or they are old: frees their memory.
+        """Frees the memory of original parameters, which nobody needs, or which are old.
 
         Autograd refuses graphs that they were held for.
         """
@@ -1882,7 +1882,7 @@ class FlatParam:
 
     @contextmanager
     def summoned_for_compute(self) -> Iterator[None]:
-        """Inside of :meth:`summoned`: original parameters are what a forward computes with."""
+        """Makes original parameters what a forward computes with, inside of :meth:`summoned`."""
         store, full = self.store, self.store.summoned
         if full is None or self.originals[0].param.dtype == self.compute_dtype:
             yield
@@ -1905,7 +1905,7 @@ class FlatParam:
 
     @property
     def is_asleep(self) -> bool:
-        """It was copied, and has no group yet."""
+        """Says whether it was copied, and has no group yet."""
         return "group" not in self.__dict__
 
     def connect(self, group: Group, post_forward_mesh: Group | None) -> None:

@@ -117,7 +117,7 @@ def run_gathered(state: ShardingState, call: AnyCallable, args: Args, kwargs: Kw
 
 @not_compiled
 def lends_memory(unit: Unit, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these is a view of an original parameter (or one itself), so that its memory is about to go."""
+    """Says whether one of these is an original parameter or a view of one, so that its memory is about to go."""
     for tensor in tensors:
         if type(tensor) is not torch.Tensor:
             tensor = local_of(tensor)

@@ -292,7 +292,7 @@ class InPlace:
 
     # ------------------------------------------------------------ state dicts
     def _fqn_modifiers(self) -> dict[str, str]:
-        """torch.distributed.checkpoint asks for it before it does anything."""
+        """Is asked for by torch.distributed.checkpoint before that does anything."""
         check_request()
         return {}
 
@@ -361,7 +361,7 @@ class InPlace:
         return self._state.module
 
     def __deepcopy__(self, memo: Memo) -> InPlace:
-        """Called while the module is copied; the state of the copy is asleep until the copy is whole and used."""
+        """Copies it with its module; the state of the copy is asleep until the copy is whole and used."""
         check_copied(self._state, memo)
         made = InPlace.__new__(InPlace)
         memo[id(self)] = made
@@ -585,7 +585,7 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ values between steps
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """The unit's own parameters are there under their names until :meth:`reshard` or the next forward (collective).
+        """Gathers the unit's own parameters, under their names, until :meth:`reshard` or the next forward (collective).
 
         Changes to them are lost; ``summon_full_params`` keeps them. Inside of forward and backward, where the next unit
         is gathered anyway, it does nothing.
@@ -604,7 +604,7 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """With False, backwards only accumulate this rank's gradients of these units, as in ``no_sync``."""
+        """Lets backwards, with False, only accumulate this rank's gradients of these units, as in ``no_sync``."""
         for state in self._states(recurse):
             if not requires_gradient_sync:
                 refuse_local(state.unit.reduce)
@@ -622,14 +622,14 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are given back after forward, from the next one on."""
+        """Sets whether parameters are given back after forward, from the next one on."""
         for state in self._states(recurse):
             options, keeps = state.options, not reshard_after_forward
             policy = replace(options.reshard, after_forward=not keeps, root=not keeps)
             state.options, state.unit.keep_after_forward = replace(options, reshard=policy), keeps
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """With False, gathered parameters are used by the next forward too, unless shards have changed by then."""
+        """Keeps gathered parameters, with False, for the next forward, unless shards have changed by then."""
         for state in self._states(recurse):
             state.unit.keep_after_backward = not reshard_after_backward
 
@@ -643,7 +643,7 @@ class TorchsMethods:
             self._state.engine.check_idle("reset_iter_state")
 
     def _needless(self, *args: object, **kwargs: object) -> None:
-        """Found out here."""
+        """Does nothing: it is found out here."""
 
     # ------------------------------------------------------------ messages that others send
     def set_custom_all_gather(self, comm: Comm | None) -> None:
@@ -902,7 +902,7 @@ class AsTorchsState:
         TorchsMethods(self._state).finalize_backward()
 
     def _root_post_backward_final_callback(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: nothing is left to do."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -148,7 +148,7 @@ class _Looked:
 
 
 def _counts(optimizer: Optimizer) -> bool:
-    """Whether the update of a flat parameter depends on one number for it."""
+    """Says whether the update of a flat parameter depends on one number for it."""
     if isinstance(optimizer, _NO_COUNTS):
         return False
     if isinstance(optimizer, torch.optim.Adagrad):
@@ -543,7 +543,7 @@ class _StepsByUnit:
             )
 
     def are_of_others(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer lists other parameters by now, or they are elsewhere."""
+        """Says whether the optimizer lists other parameters by now, or they are elsewhere."""
         is_moved = any(flat.store.landing is None for flat in self._parts)
         return is_moved or _listed(optimizer) != self._listed
 

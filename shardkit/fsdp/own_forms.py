@@ -243,7 +243,7 @@ def _sums_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def is_packable(param: nn.Parameter) -> bool:
-    """Whether a parameter is packed: a frozen matrix of real numbers, and not small."""
+    """Says whether a parameter is packed: a frozen matrix of real numbers, and not small."""
     is_frozen_matrix = not param.requires_grad and type(param) is nn.Parameter and param.dim() > 1
     return is_frozen_matrix and param.dtype in _PACKED and param.numel() >= SMALLEST
 
@@ -501,7 +501,7 @@ def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group, are_
 
 
 def is_in_parts(original: OriginalParameter) -> TypeGuard[ExtendedParameter]:
-    """Whether it is saved as the tensors that it is made of."""
+    """Says whether it is saved as the tensors that it is made of."""
     is_known = isinstance(original, ExtendedParameter) and None not in (original.spans, original.facts)
     return is_known and not original.param.requires_grad
 

@@ -130,7 +130,7 @@ class ShardedAPI:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates this rank's gradients; the next backward outside reduces them too.
+        """Lets backwards inside only accumulate this rank's gradients; the next backward outside reduces them too.
 
         Costs memory for full gradients on every rank.
 
@@ -147,7 +147,7 @@ class ShardedAPI:
 
     @contextlib.contextmanager
     def summon_full_params(self, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
-        """Inside, the module's own parameters are there under their own names, full and in full precision (collective).
+        """Shows the module's own parameters inside, under their own names, full and in full precision (collective).
 
         Forward inside runs on this rank alone, with the parameters that are summoned: evaluation or ``generate`` on one
         rank needs no other. Backward inside is refused.
@@ -335,7 +335,7 @@ def _refuse_dtensors(state: ShardingState, method: str, instead: str) -> None:
 
 
 def sharding_of(module: nn.Module) -> ShardedAPI:
-    """The methods of a module that FSDP has sharded: the module itself if it is a wrapper, else an object with them.
+    """Returns what has the methods of a sharded module: the module itself if it is a wrapper, else an object with them.
 
     Raises:
         ConfigurationError: it is not sharded, or a part of what is.
@@ -523,7 +523,7 @@ def raising_together(sharding: ShardedAPI, what: str) -> Iterator[None]:
 
 
 def _is_here(state: ShardingState, on: int | None) -> bool:
-    """Whether this rank gets the values; of replicas, one of them does."""
+    """Says whether this rank gets the values; of replicas, one of them does."""
     return on is None or (state.group.rank == on and (state.replicas is None or state.replicas.rank == 0))
 
 

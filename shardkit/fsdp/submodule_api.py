@@ -163,7 +163,7 @@ class ZeroGrad(Answer):
 
 
 class KeepsInStep:
-    """Whether forwards of a module are ones of all ranks; true or false when transformers asks.
+    """Says whether forwards of a module are ones of all ranks; true or false when transformers asks.
 
     If so, a rank whose sequences are complete goes on in ``generate`` until those of all ranks are.
     """
@@ -204,7 +204,7 @@ def collecting() -> Iterator[None]:
 
 
 def is_collecting() -> bool:
-    """Whether this is inside of that."""
+    """Says whether this is inside of that."""
     return _collecting.depth > 0
 
 
@@ -312,7 +312,7 @@ _MANAGED = "_is_fsdp_managed_module"  # transformers asks for it
 
 
 def _is_taken(module: nn.Module) -> bool:
-    """Whether a unit has taken a module's parameters, or those of one around it, but in no other unit."""
+    """Says whether a unit has taken a module's parameters, or those of one around it, but in no other unit."""
     return isinstance(module.__dict__.get(_MANAGED), KeepsInStep)
 
 
@@ -361,7 +361,7 @@ def _on_parameter(parent: nn.Module, name: str, param: nn.Parameter | None) -> n
 
 
 def _takes_place(place: Place, listing: Tree, values: Tree) -> bool:
-    """Whether another DTensor is listed there from now on, which is possible until the first forward: one listed
+    """Says whether another DTensor is listed there from now on, which is possible until the first forward: one listed
     elsewhere, so that both are tied, or a new one.
     """
     own, flat, kept = listing.param, listing.flat, listing_of(values)

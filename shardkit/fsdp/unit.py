@@ -97,11 +97,11 @@ class CustomComms:
 
     @property
     def are_custom(self) -> bool:
-        """Whether any of it is sent, or changed, by somebody else."""
+        """Says whether any of it is sent, or changed, by somebody else."""
         return (self.gather, self.scatter, self.hook) != (None, None, None)
 
     def forms_means(self, dtype: torch.dtype) -> bool:
-        """Whether torch asks for a mean of gradients of a dtype."""
+        """Says whether torch asks for a mean of gradients of a dtype."""
         return dtype in (torch.float32, torch.bfloat16) and not self.sums
 
 
@@ -355,7 +355,7 @@ class GradientPack(ABC):
 
     # ------------------------------------------------------------ receiving
     def is_done(self) -> bool:
-        """Whether :meth:`receive` would not wait."""
+        """Says whether :meth:`receive` would not wait."""
         return self.in_flight is None or (work := self.in_flight[3]) is None or work.is_done()
 
     def receive(self) -> None:
@@ -706,7 +706,7 @@ class LocalGradients:
         return {self._listing.first + number: gradient for number, gradient in wide.items()}
 
     def are_there(self) -> bool:
-        """Whether any original parameter has a gradient of this rank's own."""
+        """Says whether any original parameter has a gradient of this rank's own."""
         with as_tensors():
             return bool(self._wide) or any(m.param.grad is not None for m in self._listing.originals)
 
@@ -718,7 +718,7 @@ class LocalGradients:
                 m.param.grad = None
 
     def are_waiting(self) -> bool:
-        """Whether gradients of this rank wait for a reduction, and nobody has cleared them."""
+        """Says whether gradients of this rank wait for a reduction, and nobody has cleared them."""
         return not self._standing.was_touched(self._listing.param) and self.are_there()
 
     def check_step(self, stepped: set[int]) -> None:
@@ -1034,7 +1034,7 @@ class Unit:
                 flat.drop()
 
     def is_current(self) -> bool:
-        """Whether what it holds is what the shards have."""
+        """Says whether what it holds is what the shards have."""
         return self.gathered_at == self._version() and all(
             flat.shards is None or flat.shards.are_views() for flat in self.needs
         )
@@ -1075,7 +1075,7 @@ class Unit:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether there is anything to reduce."""
+        """Says whether there is anything to reduce."""
         return bool(self.fired)
 
     def send(self, together: list[torch.Tensor | None] | None = None) -> None:
@@ -1119,7 +1119,7 @@ class Unit:
                 one.forget_if_cleared()
 
     def has_local_gradients(self) -> bool:
-        """Whether original parameters hold gradients of this rank that were not reduced."""
+        """Says whether original parameters hold gradients of this rank that were not reduced."""
         if self.keeps_local:
             return any(one.are_there() for local in self._local for one in local)
         with as_tensors():
@@ -1192,7 +1192,7 @@ class SmallUnits:
 
     @property
     def accumulates(self) -> bool:
-        """Whether all of them keep their gradients."""
+        """Says whether all of them keep their gradients."""
         return all(unit.accumulates for unit in self.units)
 
     @property

@@ -107,7 +107,7 @@ class UnitModule(FlattenParamsWrapper):
         return made
 
     def __getstate__(self) -> StateDict:
-        """Without what answers for the wrapper around it, which may be copied later: that one gives it anew."""
+        """Leaves out what answers for the wrapper around it, which may be copied later: that one gives it anew."""
         return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
 
 
@@ -136,7 +136,7 @@ _together: ContextVar[list[Door] | None] = ContextVar("shardkit.fsdp.wrapper.tog
 
 @contextmanager
 def built_together() -> Iterator[None]:
-    """Inside, wrappers are only put around modules; at the end all are sharded, after one exchange of all ranks.
+    """Only puts wrappers around modules inside; at the end all are sharded, after one exchange of all ranks.
 
     Of classes that have it as their own attribute: what they do next, they do in :meth:`Door._sharded`.
     """

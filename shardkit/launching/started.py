@@ -1,4 +1,4 @@
-"""Whether this process was started as one of several ranks, by whom, and as which.
+"""Says whether this process was started as one of several ranks, by whom, and as which.
 
 torchrun and ``shardkit run`` say so in TORCHELASTIC_RUN_ID and RANK, WORLD_SIZE, ...; Kubernetes' operators (and
 people) in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone; srun, mpirun and PMI in variables of their own.

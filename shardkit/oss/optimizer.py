@@ -700,7 +700,7 @@ State = StateDict
 def collect(
     placement: Placement, optimizer: Optimizer, params: Iterable[nn.Parameter], recipient_rank: int
 ) -> dict[int, State] | None:
-    """The state of all parameters by global index, as CPU tensors, on the recipient (-1: everywhere); None elsewhere
+    """Returns all parameters' state by global index, CPU tensors, on the recipient (-1: everywhere); None elsewhere
     (collective).
 
     Args:

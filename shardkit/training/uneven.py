@@ -70,7 +70,7 @@ class _FSDPFollower:
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
 
     def begin(self, once: bool) -> None:
-        """Until :meth:`end` this rank keeps to the order of all ranks; with ``once`` it meets none (collective)."""
+        """Lets this rank keep to the order of all ranks until :meth:`end`; with ``once`` it meets none (collective)."""
         if once:
             refuse_local(self._options.reduce, "uneven(once=True)")
             self._engine.gather_all()
@@ -83,7 +83,7 @@ class _FSDPFollower:
             self._engine.give_back_all()
 
     def has_local_gradients(self) -> bool:
-        """Whether gradients of this rank wait for a reduction."""
+        """Says whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
     def expect(self) -> None:
@@ -99,7 +99,7 @@ class _FSDPFollower:
         self._engine.follow_backward(local)
 
     def meets_to_evaluate(self) -> bool:
-        """Whether others are needed to evaluate."""
+        """Says whether others are needed to evaluate."""
         return self._state.summoned is None
 
     def adopt_means(self, params: set[nn.Parameter]) -> None:
@@ -236,7 +236,7 @@ class _Gradients:
             )
 
     def end(self) -> None:
-        """A backward has ended."""
+        """Notes that a backward has ended."""
         for each, p in zip(self._standing, self._params, strict=True):
             if p.grad is not None:
                 each.stand(p, p.grad)
@@ -295,10 +295,6 @@ class uneven:
 
     An error that leaves the block is told to all ranks, which raise. Gradients then are those from before, and the next
     block may begin.
-
-    Args:
-        model: see above.
-        once: see above.
 
     Raises:
         ConfigurationError: the model is no root that is sharded, or on XLA, where ranks run one program; a block inside
@@ -409,7 +405,7 @@ class uneven:
                 self._by.rounds.are_uneven = False
 
     def _can_tell(self, error: BaseException) -> bool:
-        """Whether this rank can take part in what others wait for, until they hear of it."""
+        """Says whether this rank can take part in what others wait for, until they hear of it."""
         if not isinstance(error, Exception) or isinstance(error, OutOfStepError | RankLostError):
             return False
         return self._once or all(block._lacks in (0, 1) for block in _open.get())
@@ -447,7 +443,7 @@ class uneven:
 
     # ------------------------------------------------------------ steps, which come after the block
     def are_waiting(self) -> bool:
-        """Whether this rank is inside."""
+        """Says whether this rank is inside."""
         return self in _open.get()
 
     def check_step(self, stepped: set[int]) -> None:
@@ -462,7 +458,7 @@ class uneven:
     # ------------------------------------------------------------ what this rank calls
     @not_compiled
     def _begin(self, model: nn.Module, args: Args) -> None:
-        """A forward begins: other ranks are told."""
+        """Tells other ranks that a forward begins."""
         if current_backward() != NO_BACKWARD:  # computed anew
             return
         evaluates = not torch.is_grad_enabled() or (isinstance(model, ShardedDDP) and not model.training)

@@ -1,4 +1,4 @@
-"""Where a flat parameter's values are: the mode is chosen once, and its state changes as ``states.py`` says."""
+"""Where a flat parameter's values are: the mode is chosen once, and its state changes as ``TRANSITIONS`` says."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) 
 
 
 def _fits(param: Tree, values: Tree) -> bool:
-    """Whether moments have their parameter's shape; counters are numbers."""
+    """Says whether moments have their parameter's shape; counters are numbers."""
     if not isinstance(param, StoredTensor) or not isinstance(values, Mapping):
         return False
     shapes = {v.shape for v in values.values() if isinstance(v, StoredTensor) and v.numel > 1}

@@ -196,7 +196,7 @@ class Arriving(Work):
 
 
 class CountingGroup(ImaginedGroup):
-    """See above.
+    """Counts what would be sent, and records it.
 
     Attributes:
         collectives: name -> number since :meth:`reset`.

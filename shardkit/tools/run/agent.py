@@ -361,7 +361,7 @@ class RunOptions:
 
 
 class Agent(LocalElasticAgent):
-    """See above; what is no part of torch's is seen by the main thread, too.
+    """Starts ranks, and restarts them; what is no part of torch's is seen by the main thread, too.
 
     Args:
         spec: what is run, and where machines meet.

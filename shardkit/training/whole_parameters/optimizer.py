@@ -518,7 +518,7 @@ class WholeParameters(Optimizer):
         **options: of a class alone.
 
     Raises:
-        ConfigurationError: on all ranks; see ``rules.py`` for what is refused.
+        ConfigurationError: on all ranks; see docs/WHOLE_PARAMETERS.md for what is refused.
         RankMismatchError: ranks have other parameters, rules or options.
 
     Construction, :meth:`step`, :meth:`state_dict`, :meth:`load_state_dict`, :meth:`train` and :meth:`eval` are
