@@ -2,8 +2,8 @@
 #
 #   make demo    trains on real data with 2 ranks: DDP, OSS, ShardedDDP and FSDP beside one process
 #   make test    tests on the newest torch, in under 10 minutes on two cores
-#   make test-rest  the others: programs as users start them, the oldest supported torch with the XLA backend, and
-#                 `make streams`
+#   make test-rest  the others: programs as users start them, long trainings, the oldest supported torch with the XLA
+#                 backend, and `make streams`
 #   make quick   some tests of every part, newest torch only: for the daily loop, under 2 minutes
 #   make plain   some tests of every part where nothing but torch is installed, as far as Python can tell: no numpy
 #   make check   ruff, mypy, import-linter; prints how large the house is, beside the goals
@@ -86,10 +86,12 @@ endef
 
 # A part that takes half of the time of `make test`.
 HALF := $(addprefix tests/,adascale backends border compat differential reduction)
-# What starts programs of its own, as users start them: most of the time goes to processes that import torch.
+# What starts programs of its own, as users start them: most of the time goes to processes that import torch. And what
+# takes longest: trainings to the same bits, with batches that are skipped, and that go on with other numbers of ranks.
 PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations pages rehearsal running \
   seeds testing tracing test_launch.py test_packaging.py backends/test_late_machine.py border/test_same_bits.py \
-  checkpoint_tools/test_memory.py compat/test_fair_dev.py $(addprefix training_checkpoints/test_,resume.py whole_or_not.py))
+  checkpoint_tools/test_memory.py compat/test_fair_dev.py out_of_memory/test_skipping.py reduction/test_fixed_order.py \
+  $(addprefix training_checkpoints/test_,moving.py resume.py whole_or_not.py))
 
 test: $(CORE)/.ready
 	$(call at_once,test-core WITHOUT='$(PROGRAMS) $(HALF)',test-core TESTS='$(HALF)' WITHOUT='$(PROGRAMS)')

@@ -1564,12 +1564,14 @@ class Unused:
         originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
             one, as they are before the first backward.
         used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
+        here: there, as ``originals``, but by what this rank alone knows; else None.
         is_noted: a backward has said so since the last step.
     """
 
     def __init__(self, count: int) -> None:
         self.originals = [False] * count
         self.used: torch.Tensor | None = None
+        self.here: list[bool] | None = None
         self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
@@ -1583,9 +1585,11 @@ class Unused:
         # none had it, and none before, or it is new: bools are in order, and no call of Python's is made
         self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
 
-    def note_elements(self, used: torch.Tensor | None, is_new: bool) -> None:
-        """Notes the same for elements, [S]; None if all have got one."""
+    def note_elements(self, used: torch.Tensor | None, had: Sequence[bool], is_new: bool) -> None:
+        """Notes the same for elements, [S]; None if all have got one. ``had`` is what this rank knows."""
         self.is_noted = True
+        before = repeat(True) if is_new or self.here is None else self.here
+        self.here = list(map(lt, had, before))
         self.originals = [False] * len(self.originals)
         if is_new:
             self.used = used

@@ -4,11 +4,6 @@ They have to do what they would do to whole parameters. Before a step their valu
 back after it (``optimizer_state/kinds.py``); where closures make gradients within a step: after each of them, and
 before the next. It costs nothing where all original parameters have gradients.
 
-[Note: counts] State that is one number for the flat parameter, such as Adam's count of steps, is that of the others: a
-original parameter that was put aside in some steps and takes part again has another bias correction than in a plain
-process. All ranks warn of that when it happens, also those that have no part of the parameter, or raise where the order
-of sums is fixed. (Not where execution is lazy: who took part is not known then.)
-
 [Note: first steps] A plain process has parameters where FSDP lists flat parameters. An optimizer notices if it was made
 before wrapping (its parameters get no gradients), if it looks at more than one element at a time, or if it was told to
 treat matrices in another way: shards have one dimension.
@@ -51,7 +46,14 @@ from torch.utils._pytree import tree_leaves
 from ..checks import check_same_everywhere, option_facts, some
 from ..errors import ConfigurationError, LifecycleError
 from ..optimizer_state.forms import check_loaded, mark_state_dicts
-from ..optimizer_state.kinds import PutAside, UnusedRanges, UsedMask, is_elementwise, state_by_element
+from ..optimizer_state.kinds import (
+    PutAside,
+    UnusedRanges,
+    UsedMask,
+    counts_steps,
+    is_elementwise,
+    wrong_count,
+)
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
 from ..torch_seams.tensors import is_dtensor, like_dtensor
@@ -66,7 +68,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("shardkit")
-_NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
 
 
 class _Looked:
@@ -108,7 +109,8 @@ class _Looked:
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
             are_some = True in unused.originals
-            if left_out is not None and unused.is_noted and (are_some or flat.label in left_out):
+            is_known = are_some or (unused.here is not None and True in unused.here)
+            if left_out is not None and unused.is_noted and (is_known or flat.label in left_out):
                 self._check_counts(optimizer, flat, left_out.setdefault(flat.label, set()))
             if param.grad is None or param.is_meta:
                 continue
@@ -126,39 +128,27 @@ class _Looked:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
 
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
-        """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now."""
-        unused, pieces = flat.unused.originals, flat.layout.pieces()
+        """Warns, once for an optimizer, if a parameter takes part again whose count of steps is wrong now.
+
+        See [Note: counts] of ``optimizer_state/kinds.py``.
+        """
+        unused, pieces = flat.unused.here or flat.unused.originals, flat.layout.pieces()
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)
-        if not again or len(flat.originals) == 1 or not _counts(optimizer):
+        if not again or len(flat.originals) == 1 or not counts_steps(optimizer):
             return
         self.left_out = None
-        text = (
-            "rank %d: parameter %r had no gradient in some steps (it was frozen, or not used) and has one again. %s "
-            "counts the steps of the whole flat parameter that it is in, so that its bias correction (or whatever "
-            "depends on that count) is not what it is in one process. Shard with shardkit.fully_shard, which leaves "
-            "each parameter its own count; or wrap what sits out as a unit of its own, or pass flatten=False "
-            "(flatten_parameters=False, use_orig_params=True)"
+        remedy = (
+            "Shard with shardkit.fully_shard, which leaves each parameter its own count; or wrap what sits out as a "
+            "unit of its own, or pass flatten=False (flatten_parameters=False, use_orig_params=True)"
         )
-        rank, name = flat.group.rank, name_of_original(flat.originals[again[0]].param)
+        what = f"parameter {name_of_original(flat.originals[again[0]].param)!r}"
+        is_lazy = flat.unused.here is not None
+        text = wrong_count(flat.group.rank, what, optimizer, "flat parameter", remedy, is_lazy)
         if flat.reduce.order is not None:  # and not the same on other numbers of ranks
-            raise LifecycleError(text % (rank, name, type(optimizer).__name__))
-        logger.warning(text, rank, name, type(optimizer).__name__)
-
-
-def _counts(optimizer: Optimizer) -> bool:
-    """Says whether the update of a flat parameter depends on one number for it."""
-    if isinstance(optimizer, _NO_COUNTS):
-        return False
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return any(g["lr_decay"] for g in optimizer.param_groups)
-    return any(
-        isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1)
-        for param, state in optimizer.state.items()
-        for k, v in state.items()
-        if k not in state_by_element(param, state)
-    )
+            raise LifecycleError(text)
+        logger.warning(text)
 
 
 class _FirstSteps:

@@ -583,7 +583,7 @@ class LazyPack(GradientPack):
             rank = self._group.rank
             flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]
             used = self._pack.used_elements(flags, rank)
-        flat.unused.note_elements(used, flat.param.grad is None)
+        flat.unused.note_elements(used, had, flat.param.grad is None)
         return True
 
     def clear_unused(self, listing: Registered) -> None:

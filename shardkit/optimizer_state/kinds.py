@@ -262,6 +262,38 @@ def state_by_element(flat: torch.Tensor, state: SavedState) -> dict[str, torch.T
     return {k: v for k, v in state.items() if is_elementwise(k, v, flat.shape)}
 
 
+# ------------------------------------------------------------ counts of steps
+# [Note: counts] State that is one number for a tensor of several parameters, such as Adam's count of steps, is that of
+# all: a parameter that was put aside in some steps and takes part again has another bias correction than in a plain
+# process. All ranks warn of that when it happens, also those that have no part of the parameter, or raise where the
+# order of sums is fixed. Where execution is lazy, a rank knows of its own gradients alone, and says so.
+_NO_COUNTS = (torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop)  # have one, and don't use it
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Says whether the update of a tensor depends on one number for it."""
+    if isinstance(optimizer, _NO_COUNTS):
+        return False
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return any(g["lr_decay"] for g in optimizer.param_groups)
+    return any(
+        isinstance(v, int | float) or (isinstance(v, torch.Tensor) and v.numel() == 1)
+        for param, state in optimizer.state.items()
+        for k, v in state.items()
+        if k not in state_by_element(param, state)
+    )
+
+
+def wrong_count(rank: int, what: str, optimizer: object, of: str, remedy: str, is_lazy: bool) -> str:
+    """Says that a parameter (``what``) takes part again in the steps of a tensor, whose count is not its own."""
+    here = " on this rank" if is_lazy else ""
+    return (
+        f"rank {rank}: {what} had no gradient{here} in some steps (it was frozen, or not used) and has one again. "
+        f"{type(optimizer).__name__} counts the steps of the whole {of} that it is in, so that its bias correction (or "
+        f"whatever depends on that count) is not what it is in one process. {remedy}"
+    )
+
+
 # ------------------------------------------------------------ tensors of a checkpoint, as one rank has them: leaves
 # Tensors of a checkpoint as one rank has them, and what an optimizer's parameter stands for.
 #

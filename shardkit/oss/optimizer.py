@@ -276,8 +276,11 @@ class OSS(Optimizer):
 
     def refresh_trainable(self) -> None:
         """Takes note of parameters that were frozen or unfrozen. State that exists is kept."""
-        if [p.requires_grad for p in self._all] == self._trainable:
-            return
+        if [p.requires_grad for p in self._all] != self._trainable:
+            self._lay_out_again()
+
+    def _lay_out_again(self) -> None:
+        """Takes what the next step updates into buffers, and shows it to the inner optimizer (collective)."""
         self._lay_out()
         for index, group in enumerate(self.optim.param_groups):
             group.update(self._inner_group(index))
@@ -325,7 +328,7 @@ class OSS(Optimizer):
         if not self._before_step:  # else they were reduced to their owners
             self._agreed_gradients.check(self._group, self._all, self._are_owned)
             if self._left_out and any(p.grad is not None for p in self._left_out):
-                self._lay_out()  # as on all ranks, which have the same gradients
+                self._lay_out_again()  # as on all ranks, which have the same gradients
 
     def _with_check(self, closure: Callable[[], Tree]) -> Callable[[], Tree]:
         @functools.wraps(closure)

@@ -20,7 +20,7 @@ else that would read it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, or_
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class FlatSegment:
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
         has_masters: ``own`` is in fp32, and state of parameters of 16 bits.
+        there: for each parameter, whether this rank has a gradient of it for the next step.
         is_used_up: a step has read the gradient: the next reduction replaces it.
     """
 
@@ -86,6 +87,8 @@ class FlatSegment:
         self.has_masters = self.own.dtype != own.dtype and not self.has_parts
         self.is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
+        self.there: list[bool] = []
+        self._left_out: set[int] = set()  # parameters without a gradient in some step
         self.marked = min(self.params, key=lambda p: p.numel())
         self._standing = StandingGradient()
         self._versions = sum(map(_version, self.params))
@@ -103,17 +106,15 @@ class FlatSegment:
         """
         self.notice_clearing()
         gradients = [p.grad if instead is None else instead.get(p) for p in self.params]
-        packed = self.pack(
-            gradients, [g is not None for g in gradients], None if instead is None else self.own
-        )
+        there = [g is not None for g in gradients]
+        packed = self.pack(gradients, there, None if instead is None else self.own)
         if wire_dtype is not None:
             packed = packed.to(wire_dtype)
         size = self.own.numel()
         mine = packed.new_empty(self._form.sizes[self.group.rank])
         channel.reduce_scatter_into(mine, packed, op=ReduceOp.AVG, label="gradients")
         mine = mine.to(self.own.dtype)
-        all_used = all(g is not None for g in gradients)
-        self._keep(mine[:size], None if all_used else mine[size:], add=not self.is_used_up)
+        self._keep(mine[:size], there, None if all(there) else mine[size:], add=not self.is_used_up)
 
     @torch.no_grad()
     def take_gradient(self) -> None:
@@ -126,13 +127,14 @@ class FlatSegment:
                 self.clear_gradient()
             return
         flags = None if all(there) else self._pack.flags(there, self.own)[self.group.rank]
-        self._keep(self.take_own(gradients).to(self.own.dtype), flags, add=False)
+        self._keep(self.take_own(gradients).to(self.own.dtype), there, flags, add=False)
 
-    def _keep(self, gradient: torch.Tensor, flags: torch.Tensor | None, add: bool) -> None:
+    def _keep(self, gradient: torch.Tensor, there: list[bool], flags: torch.Tensor | None, add: bool) -> None:
         if add and self.own.grad is not None:
             gradient = gradient + self.own.grad
             flags = None if flags is None or self._flags is None else flags + self._flags
-        self.own.grad = gradient
+            there = list(map(or_, there, self.there))
+        self.own.grad, self.there = gradient, there
         self._flags = flags
         self.is_used_up = False
         for p in self.params:
@@ -161,6 +163,12 @@ class FlatSegment:
         if self.marked.grad is self._standing.gradient:
             self.marked.grad = None
         self._standing.forget()
+
+    def back_again(self) -> list[nn.Parameter]:
+        """Returns what is about to step again after steps of the others; before each step, with its gradient."""
+        again = [p for k, p in enumerate(self.params) if self.there[k] and k in self._left_out]
+        self._left_out.update(k for k, is_there in enumerate(self.there) if not is_there)
+        return again
 
     def used(self) -> UsedMask | None:
         """Elements of ``own`` whose parameters got a gradient on any rank, [S]; None if all did."""

@@ -6,6 +6,7 @@ What is compared is equal to the last bit: both run the same cells in the same o
 from __future__ import annotations
 
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,21 +208,25 @@ def test_blocks_refused(arguments: tuple[list[int], int]) -> None:
         assert solve(*arguments) == expected
 
 
-def test_balance_by_time() -> None:
+def test_balance_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that layers alone move: a busy machine would measure anything."""
+    now = [0.0]
+
     class Busy(nn.Module):
-        def __init__(self, times: int) -> None:
+        def __init__(self, seconds: float) -> None:
             super().__init__()
-            self.times = times
+            self.seconds = seconds
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(self.times):
-                x = x @ x
-            return x
+            now[0] += self.seconds
+            return x * x
 
-    module = nn.Sequential(*(Busy(n) for n in (1, 1, 1, 1, 60, 60)))
-    sample = torch.randn(64, 64) / 64
-    found = our_balance.balance_by_time(2, module, sample, timeout=0.2, device="cpu")
-    assert found == theirs.balance.balance_by_time(2, module, sample, timeout=0.2, device="cpu") == [5, 1]
+    module, sample = nn.Sequential(*(Busy(n / 1000) for n in (1, 1, 1, 1, 60, 60))), torch.randn(4, 4)
+    with monkeypatch.context() as patch:
+        for clock in ("time", "perf_counter", "monotonic"):
+            patch.setattr(time, clock, lambda: now[0])
+        found = our_balance.balance_by_time(2, module, sample, timeout=0.2, device="cpu")
+        assert found == theirs.balance.balance_by_time(2, module, sample, timeout=0.2, device="cpu") == [5, 1]
     module(sample.requires_grad_()).sum().backward()
     linear = nn.Sequential(nn.Linear(2, 2))
     linear(torch.randn(1, 2)).sum().backward()

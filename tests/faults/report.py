@@ -85,7 +85,8 @@ What is not covered:
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
   a parameter that sits out a step and takes part again (layer drop, freezing for a while) gets the count of the others
   in its flat parameter, so that its bias correction is another than in one process. All ranks say so once, in the log,
-  with the parameter's name; `fully_shard` gives the numbers of one process.
+  with the parameter's name; `fully_shard` gives the numbers of one process. On XLA, where `OSS` updates flat segments
+  too, a rank says what it knows of its own gradients: a param group of its own is the remedy there.
 - A rank that is stopped, or whose network link goes down, can only be told from a slow one by the process group's
   timeout. The case below sets it to 6 s. `tests/faults/test_network.py` takes a link down where it may (Linux, root).
 - More than one machine: all ranks of these cases share one.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import math
 from typing import Any
 
@@ -24,12 +26,13 @@ from shardkit import (
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from tests.beside import assert_same, steps_beside
-from tests.border.strategies import batch, make_model, wrapped
+from tests.border.strategies import batch, heard, make_model, wrapped
 from tests.pools import on_ranks
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
 
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STRATEGIES = ["fsdp", "units", "unflattened", "in_place", "sharded_ddp", "oss"]
 CLIP = 0.1
 
@@ -37,26 +40,30 @@ CLIP = 0.1
 class Run:
     """A wrapped model on its replica, and the same in one process on the CPU."""
 
-    def __init__(self, rank: int, world_size: int, strategy: str) -> None:
+    def __init__(
+        self, rank: int, world_size: int, strategy: str, make: Any = SGD, frozen: bool = False
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self.backend = get_backend("xla")
         self.plain = make_model()
         inner = make_model().to(self.backend.device())
-        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-        self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), **options)
+        for model in (self.plain, inner):
+            model[0].requires_grad_(not frozen)
+        self.plain_optimizer = make(self.plain.parameters())
         if strategy in ("sharded_ddp", "oss"):
-            self.optimizer: Any = OSS(inner.parameters(), torch.optim.SGD, **options)
+            self.optimizer: Any = OSS(inner.parameters(), make)
             self.model: Any = ShardedDDP(inner, self.optimizer) if strategy == "sharded_ddp" else inner
         else:
             self.model = wrapped(strategy, inner)
-            self.optimizer = torch.optim.SGD(self.model.parameters(), **options)
+            self.optimizer = make(self.model.parameters())
+        self.inner = inner
         self.averages = strategy == "oss"
 
     def backward(self, step: int, scale: float = 1.0) -> None:
         x = batch(self.rank, step).to(self.backend.device())
         ((self.model(x) - 1).square().mean() * 10 * scale).backward()
         if self.averages:
-            for p in self.model.parameters():
+            for p in (p for p in self.model.parameters() if p.grad is not None):
                 self.backend.group().all_reduce(p.grad).wait()
                 p.grad /= self.world_size
         losses = [(self.plain(batch(r, step)) - 1).square().mean() * 10 for r in range(self.world_size)]
@@ -126,6 +133,46 @@ def test_an_overflow_on_one_replica(rank: int, world_size: int, strategy: str) -
         run.model.zero_grad()
         run.plain.zero_grad()
     run.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", ["sharded_ddp", "oss"])
+@on_ranks((2, "xla"))
+def test_unfrozen_for_backward_alone(rank: int, world_size: int, strategy: str) -> None:
+    """The second step updates what was frozen at first, and is again before the step."""
+    run = Run(rank, world_size, strategy, frozen=True)
+    layers = run.inner[0], run.plain[0]
+    for step in range(3):
+        for layer in layers:
+            layer.requires_grad_(step == 1)
+        run.backward(step)
+        for layer in layers:
+            layer.requires_grad_(False)
+        run.step()
+        run.assert_equal()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp", "oss"])
+@on_ranks((2, "xla"))
+def test_members_without_gradients_in_some_steps(rank: int, world_size: int, strategy: str) -> None:
+    """Right, or warned of where Adam counts the steps of all that lies in one tensor."""
+    for make in (SGD, functools.partial(torch.optim.Adam, lr=0.1)):
+        run = Run(rank, world_size, strategy, make)
+        with heard(logging.WARNING) as lines:
+            for step in range(4):
+                for model in (run.inner, run.plain):
+                    model[2].requires_grad_(step != 1)
+                run.backward(step)
+                run.step()
+        lines = [line for line in lines if line.startswith(f"rank {rank}: ")]  # ranks are threads
+        if strategy == "in_place" or make is SGD:
+            assert not lines
+            run.assert_equal()
+        else:
+            (line,) = lines
+            assert "on this rank in some steps" in line
+            assert "Adam counts the steps of the whole flat" in line
+            with pytest.raises(AssertionError):  # what it warns of
+                run.assert_equal()
 
 
 @pytest.mark.parametrize("first", range(3))
