@@ -256,11 +256,11 @@ class ZeroRedundancyOptimizer(OSS):
 
         Of an optimizer that gets whole parameters, that one.
         """
-        if not self.segments():
+        if not self.placement.segments:
             return self.optim
         rows: dict[nn.Parameter, nn.Parameter] = {}
         state: defaultdict[torch.Tensor, StateDict] = defaultdict(dict)
-        for segment in self.segments():
+        for segment in self.placement.segments:
             for p, values in segment.split_own(segment.own.detach()).items():
                 rows[p] = nn.Parameter(values)
             for p, of_rows in split_state(segment, self.optim.state.get(segment.own, {})).items():
@@ -345,14 +345,14 @@ class ZeroRedundancyOptimizer(OSS):
                 self.grad_norm = self.clip_grad_norm(self.max_norm, also_over=self._also_over)
             super().step(**kwargs)
         finally:
-            for segment in self.segments():
+            for segment in self.placement.segments:
                 segment.stand_down()
             for p, gradient in local.items():
                 p.grad = gradient
         return loss
 
     def _reduce(self) -> None:
-        if segments := self.segments():
+        if segments := self.placement.segments:
             channel = self._group.channel("gradients")
             for segment in segments:
                 segment.reduce_gradients(channel, self._wire, self._sums if self._hooks else None)
@@ -424,10 +424,10 @@ class ZeroRedundancyOptimizer(OSS):
         with torch.no_grad():
             for p, value in wide.items():
                 p.copy_(value)
-            for segment in self.segments():
+            for segment in self.placement.segments:
                 values = [wide.get(p, p.detach()) for p in segment.params]
                 segment.own.copy_(segment.take_own(values, segment.own))
-        if self.segments():
+        if self.placement.segments:
             current_backend().mark_step()
 
 

@@ -337,7 +337,7 @@ class OwnedHolder(Holder):
         packed = [{**options, "params": [index[p] for p in own["params"]]} for options, own in pairs]
         state = {index[p]: s for p, s in zip(self._needed(), states, strict=True) if s}
         self.optimizer.take_state({"state": state, "param_groups": packed})
-        for segment in self.optimizer.segments():
+        for segment in self.optimizer.placement.segments:
             segment.take_values()
 
 

@@ -1561,17 +1561,15 @@ class Unused:
     """Knows which original parameters have had no gradient since the shard's gradient was cleared.
 
     Attributes:
-        originals: for each, whether it had none. Where execution is lazy that is data, and all are taken to have had
-            one, as they are before the first backward.
+        originals: for each, whether it had none; before the first backward all are taken to have had one. Where
+            execution is lazy that is data, and this is what this rank knows of its own.
         used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
-        here: there, as ``originals``, but by what this rank alone knows; else None.
         is_noted: a backward has said so since the last step.
     """
 
     def __init__(self, count: int) -> None:
         self.originals = [False] * count
         self.used: torch.Tensor | None = None
-        self.here: list[bool] | None = None
         self.is_noted = False
 
     def clear(self, used: torch.Tensor | None) -> None:
@@ -1587,10 +1585,7 @@ class Unused:
 
     def note_elements(self, used: torch.Tensor | None, had: Sequence[bool], is_new: bool) -> None:
         """Notes the same for elements, [S]; None if all have got one. ``had`` is what this rank knows."""
-        self.is_noted = True
-        before = repeat(True) if is_new or self.here is None else self.here
-        self.here = list(map(lt, had, before))
-        self.originals = [False] * len(self.originals)
+        self.note(had, repeat(is_new))
         if is_new:
             self.used = used
         elif self.used is not None:

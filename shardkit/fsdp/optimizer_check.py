@@ -109,8 +109,7 @@ class _Looked:
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
             are_some = True in unused.originals
-            is_known = are_some or (unused.here is not None and True in unused.here)
-            if left_out is not None and unused.is_noted and (is_known or flat.label in left_out):
+            if left_out is not None and unused.is_noted and (are_some or flat.label in left_out):
                 self._check_counts(optimizer, flat, left_out.setdefault(flat.label, set()))
             if param.grad is None or param.is_meta:
                 continue
@@ -132,20 +131,21 @@ class _Looked:
 
         See [Note: counts] of ``optimizer_state/kinds.py``.
         """
-        unused, pieces = flat.unused.here or flat.unused.originals, flat.layout.pieces()
+        unused, pieces = flat.unused.originals, flat.layout.pieces()
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}
         left_out.update(p.item for p in pieces if unused[p.item] and p.rank in stepping)
         if not again or len(flat.originals) == 1 or not counts_steps(optimizer):
             return
         self.left_out = None
-        remedy = (
+        text = wrong_count(
+            optimizer,
+            flat.group,
+            f"parameter {name_of_original(flat.originals[again[0]].param)!r}",
+            "flat parameter",
             "Shard with shardkit.fully_shard, which leaves each parameter its own count; or wrap what sits out as a "
-            "unit of its own, or pass flatten=False (flatten_parameters=False, use_orig_params=True)"
+            "unit of its own, or pass flatten=False (flatten_parameters=False, use_orig_params=True)",
         )
-        what = f"parameter {name_of_original(flat.originals[again[0]].param)!r}"
-        is_lazy = flat.unused.here is not None
-        text = wrong_count(flat.group.rank, what, optimizer, "flat parameter", remedy, is_lazy)
         if flat.reduce.order is not None:  # and not the same on other numbers of ranks
             raise LifecycleError(text)
         logger.warning(text)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from ..backend import Group
 from ..checks import facts_of_all
@@ -41,13 +42,7 @@ def is_elementwise(key: object, value: object, shape: Sequence[int]) -> bool:
 
 def to_cpu(value: object) -> Tree:
     """Copies tensors inside nested containers to the CPU, detached; everything else stays as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {k: to_cpu(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_cpu(v) for v in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), value)
 
 
 class StateKind(NamedTuple):
@@ -284,11 +279,11 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def wrong_count(rank: int, what: str, optimizer: object, of: str, remedy: str, is_lazy: bool) -> str:
+def wrong_count(optimizer: object, group: Group, what: str, of: str, remedy: str) -> str:
     """Says that a parameter (``what``) takes part again in the steps of a tensor, whose count is not its own."""
-    here = " on this rank" if is_lazy else ""
+    here = "" if group.backend.has_storage else " on this rank"
     return (
-        f"rank {rank}: {what} had no gradient{here} in some steps (it was frozen, or not used) and has one again. "
+        f"rank {group.rank}: {what} had no gradient{here} in some steps (it was frozen, or unused) and has one again. "
         f"{type(optimizer).__name__} counts the steps of the whole {of} that it is in, so that its bias correction (or "
         f"whatever depends on that count) is not what it is in one process. {remedy}"
     )

@@ -24,7 +24,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp, Work, not_compiled
@@ -444,6 +443,7 @@ class GradientExchange:
     Attributes:
         group: ranks that train together.
         policy: how gradients are reduced.
+        hooks: on the module's parameters.
         rounds: counts backwards of a step, where the order of sums is fixed.
         name: the module's class, and which one it is of those that these ranks train.
     """
@@ -466,7 +466,7 @@ class GradientExchange:
         self.name = f"{type(module).__name__} {numbers_of([(group, run_id)])[0]}"
         self.policy = policy
         self._buffers = buffers
-        self._hooks = GradientHooks(
+        self.hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered after ShardedDDP has wrapped the "
             "module: gradients are on their way to other ranks then. Change gradients between backward and step, or "
             "in a hook before the step (OSS.register_step_pre_hook); param.register_hook sees this rank's gradient"
@@ -485,16 +485,11 @@ class GradientExchange:
 
     def close(self) -> None:
         """Stops listening; the module and the optimizers can be wrapped again."""
-        self._hooks.remove()
+        self.hooks.remove()
         for optimizer in self._optimizers:
             if self._before_step in optimizer._before_step:
                 optimizer._before_step.remove(self._before_step)
                 optimizer._if_unreduced.remove((self.state, self._check_means))
-
-    @property
-    def hook_handles(self) -> list[RemovableHandle]:
-        """Returns handles of the hooks on parameters."""
-        return self._hooks.handles
 
     @property
     def depends_on_data(self) -> bool:
@@ -508,7 +503,7 @@ class GradientExchange:
 
     # ------------------------------------------------------------ what is reduced how
     def _build(self) -> None:
-        self._hooks.remove()
+        self.hooks.remove()
         check_asked_gradients(_refuse_own)
         owner = {p: o.owner_of(p) for o in self._optimizers for p in o._parameters()}
         self._reducer, self._parts = None, []
@@ -521,9 +516,9 @@ class GradientExchange:
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
         in_order = self.policy.order is not None
-        whole = {p for o in self._optimizers if o.runs_whole for p in o._parameters()}
+        whole = {p for o in self._optimizers if o.placement.runs_whole for p in o._parameters()}
         if self.group.backend.even_shards_only:
-            for segment in (s for o in self._optimizers for s in o.segments()):
+            for segment in (s for o in self._optimizers for s in o.placement.segments):
                 self._parts.append(SegmentReducer(segment, self._channel, self.policy.dtype, self.state))
         elif self.group.world_size > 1 or in_order:
             self._reduce_to_owners([p for p in trainable if p not in whole], owner)
@@ -543,7 +538,7 @@ class GradientExchange:
             self._parts.append(EverywhereReducer(everywhere, self._channel, self.state, self.ranges))
         for part in self._parts if self._reducer is None else (self._reducer, *self._parts):
             for param, before, after in part.hooks():
-                self._hooks.attach(param, before, after)
+                self.hooks.attach(param, before, after)
 
     def _reduce_to_owners(self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]) -> None:
         sparse = sparse_parameters(self._module)
@@ -786,7 +781,7 @@ def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[No
         for asked in inputs if not accumulate else ():
             found = _exchanges.get(asked)
             exchange: GradientExchange | None = None if found is None else found()
-            if exchange is None or exchange.group.world_size == 1 or not exchange.hook_handles:
+            if exchange is None or exchange.group.world_size == 1 or not exchange.hooks.handles:
                 continue
             if not exchange.state.accumulating:
                 raise LifecycleError(
@@ -812,10 +807,7 @@ class SegmentReducer:
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         after, segment = begin_only(self._state), self._segment
-
-        def before(_: torch.Tensor) -> None:
-            segment.notice_clearing()
-
+        before = segment.notice_clearing
         return [
             (p, before if p is segment.marked else None, after) for p in segment.params if p.requires_grad
         ]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_map
 
 from ..backend import Backend, Group, backend_for, callees_compiled, not_compiled
 from ..checks import (
@@ -158,7 +159,9 @@ class OSS(Optimizer):
         )
         self._lay_out(options)
         groups = [self._inner_group(i) for i in range(len(self.param_groups))]
-        self.optim = make_inner(optim, groups, defaults, splits=self.world_size > 1 and not self.runs_whole)
+        self.optim = make_inner(
+            optim, groups, defaults, splits=self.world_size > 1 and not self.placement.runs_whole
+        )
         own = {name: value for name, value in defaults.items() if name not in self.optim.defaults}
         for g in [*self.param_groups, *self.optim.param_groups]:  # as the class itself makes them
             for name in [n for n in own if n in g and g[n] is own[n]]:
@@ -187,11 +190,6 @@ class OSS(Optimizer):
         """Returns how many ranks share the state."""
         return self._group.world_size
 
-    @property
-    def runs_whole(self) -> bool:
-        """Says whether every rank updates all parameters, as an optimizer does that can't be split."""
-        return self.placement.runs_whole
-
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for g in self.param_groups for p in g["params"])
 
@@ -201,22 +199,13 @@ class OSS(Optimizer):
 
     def partition_parameters(self) -> list[list[StateDict]]:
         """Returns the param groups of each rank, with the parameters that the rank owns; [W][groups]."""
-        parts = []
-        for rank in range(self.world_size):
-            groups = []
-            for g in self.param_groups:
-                owned = [p for p in g["params"] if self._owner[p] == rank]
-                groups.append({**options_of(g), "params": owned})
-            parts.append(groups)
-        return parts
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank's optimizer will read (after their reduction)."""
-        return self.placement.gradients(self.optim)
-
-    def segments(self) -> list[FlatSegment]:
-        """Returns the flat segments that stand in for parameters where all ranks run one compiled graph."""
-        return self.placement.segments
+        return [
+            [
+                {**options_of(g), "params": [p for p in g["params"] if self._owner[p] == rank]}
+                for g in self.param_groups
+            ]
+            for rank in range(self.world_size)
+        ]
 
     # ---------------------------------------------------------------- structure
     def _refuse_shards(self, optim: object) -> None:
@@ -799,13 +788,13 @@ def _indices(state_dict: State) -> list[int]:
 
 def _own_copies(value: object, device: torch.device) -> Tree:
     """Copies tensors that would go on being shared with the caller: those that need no move to the device."""
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.device == device or value.dim() == 0 else value
-    if isinstance(value, dict):
-        return {k: _own_copies(v, device) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_own_copies(v, device) for v in value)
-    return copy.copy(value)
+
+    def own(leaf: Tree) -> Tree:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.copy(leaf)
+        return leaf.clone() if leaf.device == device or leaf.dim() == 0 else leaf
+
+    return tree_map(own, value)
 
 
 def local(optimizer: Optimizer) -> State:

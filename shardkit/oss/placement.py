@@ -23,7 +23,7 @@ from ..backend import Group, ReduceOp, Work, WorkThen, callees_compiled, not_com
 from ..errors import ConfigurationError
 from ..layout import alignment, segment_layout
 from ..optimizer_state.forms import gather_states
-from ..optimizer_state.kinds import PutAside, Slot, Span, counts_steps, is_elementwise, wrong_count
+from ..optimizer_state.kinds import PutAside, Slot, Span, is_elementwise
 from ..optimizers.elementwise import is_known_elementwise, names_of_elementwise
 from ..reduction.compression import ChangedParts
 from ..reduction.shard_gradients import Portion
@@ -356,7 +356,7 @@ class InSegments(Placement):
         kind: type[FlatSegment] = FlatSegment,
     ) -> None:
         super().__init__(group, owner, wire_dtype)
-        self._update_dtype, self._kind, self._warns = update_dtype, kind, True
+        self._update_dtype, self._kind = update_dtype, kind
 
     def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
@@ -382,8 +382,7 @@ class InSegments(Placement):
             for segment in self.segments:
                 segment.take_values(if_written=True)
                 segment.take_gradient()
-                if self._warns and segment.own.grad is not None:
-                    self._check_counts(optimizer, segment)
+                segment.check_counts(optimizer)
                 used, state = segment.used(), optimizer.state.get(segment.own, {})
                 aside.append(None if used is None else PutAside(segment.own, state, used))
 
@@ -412,14 +411,6 @@ class InSegments(Placement):
             segment.is_used_up = True
         self.publish()
         return loss
-
-    def _check_counts(self, optimizer: Optimizer, segment: FlatSegment) -> None:
-        """Warns, once, of a parameter whose count of steps is not its own; see [Note: counts] in ``kinds.py``."""
-        if (again := segment.back_again()) and counts_steps(optimizer):
-            self._warns = False
-            what = f"a parameter of shape {tuple(again[0].shape)} in group {segment.param_group}"
-            remedy = "Give what sits out a param group of its own"
-            logger.warning(wrong_count(self.group.rank, what, optimizer, "flat segment", remedy, True))
 
     def publish(self) -> None:
         with self.ranges.gather():

@@ -19,21 +19,24 @@ else that would read it is refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, or_
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
 from ..layout import SegmentLayout, segment_layout
-from ..optimizer_state.kinds import UsedMask
+from ..optimizer_state.kinds import UsedMask, counts_steps, wrong_count
 from ..reduction.packing import JoinedPack, PackedForm
 from ..reduction.shard_gradients import StandingGradient, agree_on_overflow, global_norm, local_norm, order_of
 from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, MarkedTensor, as_plain, name_of
 from ..types import AnyCallable, Args, Kwargs, Memo, Tree
 
+logger = logging.getLogger("shardkit")
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 _version = attrgetter("_version")
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
@@ -57,7 +60,6 @@ class FlatSegment:
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
         has_masters: ``own`` is in fp32, and state of parameters of 16 bits.
-        there: for each parameter, whether this rank has a gradient of it for the next step.
         is_used_up: a step has read the gradient: the next reduction replaces it.
     """
 
@@ -87,8 +89,8 @@ class FlatSegment:
         self.has_masters = self.own.dtype != own.dtype and not self.has_parts
         self.is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
-        self.there: list[bool] = []
-        self._left_out: set[int] = set()  # parameters without a gradient in some step
+        self._there: list[bool] = []  # which parameters have a gradient of this rank for the next step
+        self._left_out: set[int] | None = set()  # which had none in some step; None once that was warned of
         self.marked = min(self.params, key=lambda p: p.numel())
         self._standing = StandingGradient()
         self._versions = sum(map(_version, self.params))
@@ -133,15 +135,15 @@ class FlatSegment:
         if add and self.own.grad is not None:
             gradient = gradient + self.own.grad
             flags = None if flags is None or self._flags is None else flags + self._flags
-            there = list(map(or_, there, self.there))
-        self.own.grad, self.there = gradient, there
+            there = list(map(or_, there, self._there))
+        self.own.grad, self._there = gradient, there
         self._flags = flags
         self.is_used_up = False
         for p in self.params:
             p.grad = None
         self._standing.stand(self.marked, stand_in(self.marked, self))
 
-    def notice_clearing(self) -> None:
+    def notice_clearing(self, _: torch.Tensor | None = None) -> None:
         """Looks, before new gradients, whether the module's zero_grad was called since the last reduction."""
         mark = self._standing.gradient
         if mark is None:
@@ -164,11 +166,17 @@ class FlatSegment:
             self.marked.grad = None
         self._standing.forget()
 
-    def back_again(self) -> list[nn.Parameter]:
-        """Returns what is about to step again after steps of the others; before each step, with its gradient."""
-        again = [p for k, p in enumerate(self.params) if self.there[k] and k in self._left_out]
-        self._left_out.update(k for k, is_there in enumerate(self.there) if not is_there)
-        return again
+    def check_counts(self, optimizer: Optimizer) -> None:
+        """Warns, once, of a parameter that the next step counts with the others; see [Note: counts] in ``kinds.py``."""
+        if self.own.grad is None or self._left_out is None:
+            return
+        again = [k for k in sorted(self._left_out) if self._there[k]]
+        self._left_out.update(k for k, is_there in enumerate(self._there) if not is_there)
+        if again and counts_steps(optimizer):
+            what = f"a parameter of shape {tuple(self.params[again[0]].shape)} in group {self.param_group}"
+            remedy = "Give what sits out a param group of its own"
+            logger.warning(wrong_count(optimizer, self.group, what, "flat segment", remedy))
+            self._left_out = None
 
     def used(self) -> UsedMask | None:
         """Elements of ``own`` whose parameters got a gradient on any rank, [S]; None if all did."""

@@ -135,7 +135,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         connect_sync_batch_norm(module, group, self._group)
         if sync_module_states:
             broadcast_module(module, self._group.channel("gradients"))
-            for segment in (s for o in self._sharded_optimizers for s in o.segments()):
+            for segment in (s for o in self._sharded_optimizers for s in o.placement.segments):
                 segment.take_values()
         self._buffers_sync = BufferSync(module, self._group, broadcast_buffers)
         self._exchange: GradientExchange | None = GradientExchange(

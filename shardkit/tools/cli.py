@@ -11,6 +11,7 @@ import argparse
 import ast
 import difflib
 import importlib
+import itertools
 import json
 import math
 import re
@@ -302,18 +303,16 @@ def _estimate(options: argparse.Namespace) -> int:
     ]
     limit = options.device_memory
     memory = device.memory if limit is None and device is not None else limit
-    if options.json:
-        print(json.dumps(estimating.as_data(subject, found), indent=1))
-    else:
-        print(estimating.as_text(subject, found, memory))
-        if device is not None:
-            print("\n" + estimating.times_as_text(subject, found, device))
-        if options.lora is not None:
-            print("\n".join(map(estimating.device_in_words, found)))
-    if limit is not None and not options.json:
-        for s in strategies:
-            for b in options.batch:
-                print(estimating.in_words(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)))
+    text = [estimating.as_text(subject, found, memory)]
+    if device is not None:
+        text.append("\n" + estimating.times_as_text(subject, found, device))
+    if options.lora is not None:
+        text += map(estimating.device_in_words, found)
+    if limit is not None and not options.json:  # it tries many
+        pairs = itertools.product(strategies, options.batch)
+        needs = [(s, b, limit, estimating.smallest_ranks(subject, s, b, limit)) for s, b in pairs]
+        text += itertools.starmap(estimating.in_words, needs)
+    _print(options, estimating.as_data(subject, found), "\n".join(text))
     if options.plot:
         estimating.plot(subject, found, options.plot, memory)
     return 0
@@ -539,11 +538,11 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------ run-as-fairscale, run-as-fsdp1, run-as-fsdp2
-_RUN_AS_FAIRSCALE = """runs a program for which fairscale is shardkit, without changing it
+_RUN_AS = """runs a program for which {what} is shardkit's, without changing it
 
-shardkit run-as-fairscale train.py --epochs 3
-shardkit run-as-fairscale -m package.train --epochs 3
-torchrun --nproc-per-node 2 -m shardkit run-as-fairscale train.py --epochs 3
+shardkit {name} train.py --epochs 3
+shardkit {name} -m package.train --epochs 3
+torchrun --nproc-per-node 2 -m shardkit {name} train.py --epochs 3
 """
 
 
@@ -555,20 +554,7 @@ def _program_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, help="the program's own")
 
 
-_RUN_AS_FSDP1 = """runs a program for which torch's FullyShardedDataParallel (FSDP1) is shardkit's, without changing it
-
-shardkit run-as-fsdp1 train.py --epochs 3
-torchrun --nproc-per-node 2 -m shardkit run-as-fsdp1 -m package.train --epochs 3
-"""
-_RUN_AS_FSDP2 = """runs a program for which torch's fully_shard (FSDP2) is shardkit's, without changing it
-
-shardkit run-as-fsdp2 train.py --epochs 3
-shardkit run-as-fsdp2 -m torchtitan.train --model.name llama3
-torchrun --nproc-per-node 2 -m shardkit run-as-fsdp2 train.py --epochs 3
-"""
-
-
-def _run_as(door: str) -> Callable[[argparse.Namespace], int]:
+def _run_as(name: str, what: str, door: str) -> _Command:
     """Runs the program as ``__main__`` after a door's ``install()``; what it raises passes through, SystemExit too."""
 
     def run(options: argparse.Namespace) -> int:
@@ -578,7 +564,7 @@ def _run_as(door: str) -> Callable[[argparse.Namespace], int]:
         run_program([options.program, *options.arguments], options.is_module)
         return 0
 
-    return run
+    return _Command(_RUN_AS.format(name=name, what=what), _program_arguments, run, runs_a_program=True)
 
 
 # ------------------------------------------------------------ trace
@@ -652,14 +638,9 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from shardkit.tools.verify import verify
 
-    report = verify(
-        options.target,
-        strategy=options.strategy,
-        world_size=options.ranks,
-        steps=options.steps,
-        options=dict(_option(text) for text in options.option),
-        bits=options.bits,
-    )
+    how = {name: getattr(options, name) for name in ("strategy", "steps", "bits")}
+    given = dict(map(_option, options.option))
+    report = verify(options.target, world_size=options.ranks, options=given, **how)
     print(report)
     return 0 if report.agrees else 1
 
@@ -693,11 +674,15 @@ COMMANDS = {
     "migrate": _Command(_MIGRATE, _migrate_arguments, _migrate),
     "rehearse": _Command(_REHEARSE, _rehearse_arguments, _rehearse),
     "run": _Command(_RUN, _run_arguments, _run),
-    "run-as-fairscale": _Command(_RUN_AS_FAIRSCALE, _program_arguments, _run_as("shardkit.compat"), True),
-    "run-as-fsdp1": _Command(_RUN_AS_FSDP1, _program_arguments, _run_as("shardkit.torch_fsdp"), True),
-    "run-as-fsdp2": _Command(_RUN_AS_FSDP2, _program_arguments, _run_as("shardkit.torch_fsdp2"), True),
     "trace": _Command(_TRACE, _trace_arguments, _trace),
     "verify": _Command(_VERIFY, _verify_arguments, _verify),
+} | {
+    name: _run_as(name, what, door)
+    for name, what, door in (
+        ("run-as-fairscale", "fairscale", "shardkit.compat"),
+        ("run-as-fsdp1", "torch's FullyShardedDataParallel (FSDP1)", "shardkit.torch_fsdp"),
+        ("run-as-fsdp2", "torch's fully_shard (FSDP2)", "shardkit.torch_fsdp2"),
+    )
 }
 
 
@@ -720,7 +705,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = ".".join(map(str, __version_tuple__))
     parser.add_argument("--version", action="version", version=f"shardkit {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
+    for name, command in sorted(COMMANDS.items()):
         added = commands.add_parser(
             name,
             help=command.text.partition("\n")[0],

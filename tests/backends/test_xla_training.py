@@ -46,7 +46,9 @@ def _count(rank: int, world_size: int) -> dict[str, Any]:
         optimizer.step()
         if step == 6:  # asking for the program is work of its own: after the last count
             seen = dict(
-                pending_program.collectives([*model.parameters(), *(s.own for s in optimizer.segments())])
+                pending_program.collectives(
+                    [*model.parameters(), *(s.own for s in optimizer.placement.segments)]
+                )
             )
             break
         backend.mark_step(wait=True)

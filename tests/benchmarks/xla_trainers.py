@@ -136,7 +136,7 @@ def trainer(name: str, task: Task, device: torch.device) -> Trainer:
             shardkit.ShardedDDP(model, oss, broadcast_buffers=name == SHARDED_DDP),
             oss.zero_grad,
             oss.step,
-            lambda: [*model.parameters(), *model.buffers(), *(s.own for s in oss.segments())],
+            lambda: [*model.parameters(), *model.buffers(), *(s.own for s in oss.placement.segments)],
         )
     if name == DDP:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)

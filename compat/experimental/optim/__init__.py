@@ -2,6 +2,7 @@
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_map
 
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.types import Tree
@@ -48,9 +49,7 @@ class DynamicLossScaler:
 
     def scale(self, outputs: Tree) -> Tree:
         """Returns a tensor times the scale; also tensors in lists and tuples."""
-        if isinstance(outputs, (list, tuple)):
-            return type(outputs)(self.scale(o) for o in outputs)
-        return self.loss_scale * outputs
+        return tree_map(lambda output: self.loss_scale * output, outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides gradients by the scale, in place.
