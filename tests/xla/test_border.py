@@ -137,7 +137,7 @@ def test_an_overflow_on_one_replica(rank: int, world_size: int, strategy: str) -
 
 @pytest.mark.parametrize("strategy", ["sharded_ddp", "oss"])
 @on_ranks((2, "xla"))
-def test_unfrozen_for_backward_alone(rank: int, world_size: int, strategy: str) -> None:
+def test_built_frozen_and_unfrozen_for_a_backward(rank: int, world_size: int, strategy: str) -> None:
     """The second step updates what was frozen at first, and is again before the step."""
     run = Run(rank, world_size, strategy, frozen=True)
     layers = run.inner[0], run.plain[0]
@@ -153,7 +153,7 @@ def test_unfrozen_for_backward_alone(rank: int, world_size: int, strategy: str) 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "in_place", "sharded_ddp", "oss"])
 @on_ranks((2, "xla"))
-def test_members_without_gradients_in_some_steps(rank: int, world_size: int, strategy: str) -> None:
+def test_steps_that_are_counted_with_others(rank: int, world_size: int, strategy: str) -> None:
     """Right, or warned of where Adam counts the steps of all that lies in one tensor."""
     for make in (SGD, functools.partial(torch.optim.Adam, lr=0.1)):
         run = Run(rank, world_size, strategy, make)
