@@ -12,23 +12,23 @@ LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_348,
+    "compat": 9_347,
     "shardkit": 2_404,  # the files right there
     "shardkit/checkpoint": 6_547,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_394,
+    "shardkit/fsdp": 11_380,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
-    "shardkit/optimizer_state": 1_278,
+    "shardkit/optimizer_state": 1_305,
     "shardkit/optimizers": 538,
-    "shardkit/oss": 3_066,
+    "shardkit/oss": 3_068,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_575,
-    "shardkit/tools": 7_530,
+    "shardkit/tools": 7_515,
     "shardkit/torch_seams": 1_291,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_775,
+    "shardkit/training": 4_773,
     "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
