@@ -16,6 +16,7 @@ wait for, what another one sends at its end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -833,7 +834,13 @@ class EverywhereReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        for p in self._params:
+        has = [1.0] * len(self._params)  # where all ranks record one program
+        if self._group.backend.has_storage:
+            flags = torch.tensor([p.grad is not None for p in self._params], dtype=torch.float32)
+            flags = flags.to(self._params[0].device)
+            self._group.all_reduce(flags, op=ReduceOp.MAX, label="which gradients without an owner there are")
+            has = flags.tolist()
+        for p in itertools.compress(self._params, has):  # optimizers leave out the others, as in one process
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
@@ -897,32 +904,25 @@ class SparseReducer(ToOwners):
         world, mine = self._group.world_size, self._group.rank == owner
         grad, param.grad = param.grad, None
         dense = grad is not None and not grad.is_sparse
-        rows = None if grad is None else (grad.to_sparse(1) if dense else grad).coalesce()
-        count = 0 if rows is None else rows._nnz()
+        given = param[:0] if grad is None else grad
+        rows = (given if given.is_sparse else given.to_sparse(1)).coalesce()
         # [W, 3]: rows, whether any gradient, whether dense
         facts = torch.zeros(world * 3, dtype=torch.int64, device=param.device)
         own = facts[self._group.rank * 3 : self._group.rank * 3 + 3]
-        own.copy_(torch.tensor([count, int(rows is not None), int(dense)], device="cpu"))
+        own.copy_(torch.tensor([rows._nnz(), int(grad is not None), int(dense)], device="cpu"))
         self._group.all_gather_into(facts, own, label="rows of sparse gradients")
         table = facts.view(world, 3).tolist()
         if not any(used for _, used, _ in table):
             return False
         counts = [row[0] for row in table]
-        indices = self._to_owner(
-            rows.indices()[0] if rows is not None else param.new_empty(0, dtype=torch.int64), counts, owner, 1
-        )
-        width = param.numel() // param.shape[0]
-        values = self._to_owner(
-            rows.values() if rows is not None else param.new_empty(0), counts, owner, width
-        )
+        indices = self._to_owner(rows.indices()[0], counts, owner, 1)
+        values = self._to_owner(rows.values(), counts, owner, param.numel() // param.shape[0])
         if not mine:
             return False
         # said to be right, or torch warns that it does not check them
         values = values.view(-1, *param.shape[1:])
         total = torch.sparse_coo_tensor(indices[None], values, param.shape, check_invariants=False).coalesce()
-        total = torch.sparse_coo_tensor(
-            total.indices(), total.values() / world, param.shape, is_coalesced=True, check_invariants=False
-        )
+        total._values().div_(world)
         param.grad = total.to_dense() if any(is_dense for _, _, is_dense in table) else total
         return True
 
