@@ -12,11 +12,11 @@ LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_347,
+    "compat": 9_330,
     "shardkit": 2_404,  # the files right there
     "shardkit/checkpoint": 6_547,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_380,
+    "shardkit/fsdp": 11_397,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,

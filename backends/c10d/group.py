@@ -569,8 +569,8 @@ class C10dGroup(Group):
             key := ("all_gather_into", output.numel(), label)
         ):
             self._turn(self._order, key)
-        if output.is_complex():
-            pieces = tuple(as_real(p) for p in pieces)
+        if output.dtype not in self._dtypes:
+            pieces = tuple(map(as_bytes, pieces))
         group = self.process_group
         try:
             if self.world_size == 2 and 0 not in parts:

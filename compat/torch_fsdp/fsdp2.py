@@ -26,13 +26,12 @@ from shardkit.backend import backend_of_job
 from shardkit.compat import install_in_children
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.fsdp import register_fsdp_forward_method
-from shardkit.fsdp.state import state_of
 from shardkit.torch_seams.tensors import mesh_over
 from shardkit.types import AnyCallable, Kwargs, Tree
 
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["fully_shard", "register_fsdp_forward_method"]
 
 
 @functools.wraps(theirs.fully_shard)
@@ -44,22 +43,6 @@ def fully_shard(module: M, **arguments: Tree) -> M:
     if arguments.get("mesh") is None and torch.distributed.is_initialized():
         arguments["mesh"] = mesh_over(None, backend_of_job().device_type)
     return ours.fully_shard(module, dtensors=True, **arguments)
-
-
-fully_shard.state = lambda module: state_of(module) and module._get_fsdp_state()  # type: ignore[attr-defined]
-
-
-def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Shares streams, which channels of a backend are here, and shared already.
-
-    Raises:
-        ConfigurationError: a module is not sharded.
-    """
-    for module in modules:
-        if state_of(module) is None:
-            raise ConfigurationError(
-                f"share_comm_ctx: this {type(module).__name__} is not sharded by fully_shard"
-            )
 
 
 # ------------------------------------------------------------ torch's names, as the door for FSDP1 serves them, too

@@ -34,7 +34,7 @@ from ..checks import (
     proposed_run_id,
     refuse_lazy,
 )
-from ..errors import ConfigurationError, LifecycleError, RankMismatchError
+from ..errors import ConfigurationError, LifecycleError, RankMismatchError, RedirectedError
 from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout
 from ..optimizers.shards import are_registered, listing_of
@@ -624,7 +624,7 @@ def _check_dimension(found: Found, original: OriginalParameter) -> None:
     group, dim = found.state.group, original.dim
     is_plain = group.backend.has_storage and original.store is None
     if not is_plain or original.shape[dim] % group.world_size:
-        raise ConfigurationError(
+        raise RedirectedError(
             f"shard_placement_fn says Shard({dim}) for {original.name!r}: "
             + (
                 f"FSDP does not support uneven sharding on dim {dim}: {original.shape} (world size: {group.world_size})"
@@ -869,7 +869,8 @@ def post_forward_mesh(group: Group, count: int) -> Group:
     """
     if group.world_size % count:
         raise ConfigurationError(
-            f"{group.world_size} ranks can't be divided into groups of {count}; name a number that divides them"
+            f"{group.world_size} ranks can't be divided into groups of {count}. If passing reshard_after_forward as an "
+            f"int, it should be a factor of {group.world_size}, not {count}"
         )
     return group.part_of(range(first, first + count) for first in range(0, group.world_size, count))
 

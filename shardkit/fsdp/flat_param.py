@@ -122,6 +122,7 @@ from .originals import (
     known_originals,
     mesh_of,
     note_originals,
+    refuse_meta,
     register,
     set_data,
     show,
@@ -1030,17 +1031,15 @@ class Deferred(Store):
         return self._full
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
-        self.state = GATHERED
         if self._flat.lists_dtensors:
-            self._be_attributes(True)
+            refuse_meta(self._flat)
+        self.state = GATHERED
 
     def lock(self) -> None:
         """Does nothing: there is nothing that could be read or written."""
 
     def _give_back(self, until_backward: bool = False) -> None:
         self.state = RELEASED
-        if self._flat.lists_dtensors:
-            self._be_attributes(False)
 
 
 def store_for(flat: FlatParam, before: Store | None) -> Store:

@@ -219,6 +219,9 @@ def become_root(state: ShardingState) -> Engine:
     """Makes the engine of all units at and below a door that is called first."""
     wake(state)  # of the meta device: modules inside may have got memory meanwhile
     states = state.states()
+    for listing in state.all_listings():
+        if hasattr(local_of(listing.param), "fsdp_pre_all_gather") and not listing.originals[0].is_apart:
+            raise LifecycleError(f"{listing.label} got fsdp_pre_all_gather too late: give it to the class")
     if transform_level() is not None:  # what is made for all later steps can't belong to one transform
         for s in states:
             check_forward(s.unit)

@@ -61,7 +61,7 @@ from .wrapper import Door
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+    from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, UnshardHandle
     from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
     from typing_extensions import Unpack
 
@@ -192,7 +192,8 @@ def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], d
     for k, (module, inside) in enumerate(zip(modules, units, strict=True)):
         if inside and inside[0].door is module:
             raise ConfigurationError(
-                f"this {type(module).__name__} is sharded already; call fully_shard once for each"
+                f"this {type(module).__name__} is sharded already. Each distinct composable distributed API can only "
+                "be applied to a module once"
             )
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if dtensors and is_container and type(module).forward is nn.Module.forward:
@@ -300,6 +301,7 @@ class InPlace:
         wake(self._state)
         check_asker(module, keeps_names=True)
         state = self._state
+        exit_summon(state, "unshard")
         if state.options.dtensors and torch.is_inference_mode_enabled():
             raise LifecycleError(
                 f"rank {state.group.rank}: state_dict() of DTensors under torch.inference_mode(): torch can't detach "
@@ -322,6 +324,7 @@ class InPlace:
     def _begin_load(self, module: nn.Module, state_dict: StateDict, *others: object) -> None:
         state = self._state
         wake(state)
+        exit_summon(state, "unshard")
         if state.options.dtensors:
             begin_move(state)  # what is gathered will be old
             prefix = str(others[0])
@@ -355,6 +358,7 @@ class InPlace:
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
+        exit_summon(self._state, "unshard")
         begin_move(self._state)
         own_class(self._state.module)._apply(self._state.module, fn, recurse)
         end_move(self._state)
@@ -556,11 +560,11 @@ _NEEDLESS = (
 )
 
 
-class UnshardHandle:
-    """Is returned by ``unshard(async_op=True)`` and ``finalize_backward(async_op=True)``: it has happened already."""
+def _handle(is_asked_for: bool) -> UnshardHandle | None:
+    """Returns torch's handle, where the caller wants to wait, for what has happened already."""
+    from torch.distributed.fsdp import UnshardHandle
 
-    def wait(self) -> None:
-        """Returns at once."""
+    return UnshardHandle() if is_asked_for else None
 
 
 class TorchsMethods:
@@ -585,15 +589,15 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ values between steps
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the unit's own parameters, under their names, until :meth:`reshard` or the next forward (collective).
+        """Gathers the unit's own parameters as a forward has them, until :meth:`reshard` or the next one (collective).
 
-        Changes to them are lost; ``summon_full_params`` keeps them. Inside of forward and backward, where the next unit
-        is gathered anyway, it does nothing.
+        Changes to them are lost; ``summon_full_params`` keeps them, and ends this, as moves and state dicts do. Inside
+        of forward and backward, where the next unit is gathered anyway, it does nothing.
         """
         for state in self._states(recurse=False):
             if state.summoned is None and (state.engine is None or state.engine.forwards == 0):
                 enter_summon(state, writeback=False, purpose="unshard")
-        return UnshardHandle() if async_op else None
+        return _handle(async_op)
 
     def reshard(self) -> None:
         """Ends :meth:`unshard`; gives back frozen values that are kept. What forward has gathered goes by itself."""
@@ -717,7 +721,7 @@ class TorchsMethods:
         """Reduces gradients that backwards without gradient sync have kept (collective); others are reduced already."""
         if self._state.engine is not None:
             self._state.engine.reduce_now()
-        return UnshardHandle() if async_op else None
+        return _handle(async_op)
 
     # ------------------------------------------------------------ other methods that compute
     @not_compiled
@@ -763,7 +767,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if state_of(module) is None:
         return
     if not callable(getattr(type(module), method_name, None)):
-        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register")
+        raise ConfigurationError(f"{own_class(module)} does not have a method {method_name} to register")
     _register(module, method_name, getattr(module, method_name))
 
 
@@ -842,10 +846,12 @@ def _made(kind: type[nn.Module]) -> nn.Module:
 
 # ------------------------------------------------------------ what torch's own functions ask for
 def _torchs_state(self: nn.Module) -> AsTorchsState:
+    from torch.distributed._composable_state import _get_module_state
+
     state = state_of(self)
     if state is None:
         raise ConfigurationError(f"this {own_class(self).__name__} is a copy without its shards")
-    return AsTorchsState(state)
+    return cast("AsTorchsState | None", _get_module_state(self)) or AsTorchsState(state)
 
 
 class AsTorchsState:
@@ -886,7 +892,10 @@ class AsTorchsState:
 
     # until torch 2.10 a module had one group; verl's copy of set_reshard_after_forward asks for its mesh
     _state_ctx = _fsdp_param_group = mesh_info = property(lambda state: state)
-    all_states = _fsdp_param_groups = property(lambda state: [state])
+    _fsdp_param_groups = property(lambda state: [state])
+    _comm_ctx = comm_ctx = property(lambda state: state, lambda state, ctx: None)  # shared already
+    all_states = property(lambda state: [_torchs_state(s.door) for s in state._state.states()])
+    _is_root = property(lambda state: state._state.is_root)
     shard_mesh_size = property(lambda state: state._state.group.world_size)
     post_forward_mesh_info = property(
         lambda state: None if state._state.unit.keep_after_forward else state,
@@ -912,12 +921,13 @@ class AsTorchsState:
 
 def note_state_for_torch(module: nn.Module) -> None:
     """Lets torch's ``fully_shard.state(module)`` and ``_get_module_fsdp_state(module)`` find it."""
-    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
     from torch.distributed._composable_state import _insert_module_state
 
     module.__dict__[STATE_KEY] = states = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
     states.of_module = _torchs_state(module)
     _insert_module_state(module, cast("Any", states.of_module))  # which holds it weakly
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()  # for torch's replicate
 
 
 class ComposableStates(dict[object, object]):

@@ -399,8 +399,8 @@ def refuse_meta(flat: FlatParam) -> None:
     """Raises ConfigurationError if these have no values yet."""
     if flat.param.is_meta:
         raise ConfigurationError(
-            f"{flat.names[0]!r} has no values yet: it was wrapped on the meta device. Call to_empty(device=...) and "
-            "initialize it first"
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {[*flat.names]}. Call to_empty(device=...) and initialize them first"
         )
 
 

@@ -413,6 +413,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
     """
     with contextlib.ExitStack() as stack:
         for s in state.states() if recurse else [state]:
+            exit_summon(s, "unshard")
             if s.summoned is None:
                 enter_summon(s, writeback)
                 stack.callback(exit_summon, s)
@@ -429,6 +430,8 @@ def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "bloc
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat))
+            if purpose == "unshard":
+                stack.enter_context(flat.summoned_for_compute())
     for each in state.mates or [state]:
         each.summoned, each.summoned_for = stack, purpose
 

@@ -367,9 +367,10 @@ def _takes_place(place: Place, listing: Tree, values: Tree) -> bool:
     own, flat, kept = listing.param, listing.flat, listing_of(values)
     state: ShardingState = place.module.__dict__[_MANAGED].state()
     units = [state, *owners_of([flat] if kept is None else [flat, kept.flat])]
+    device = values.device if own.is_meta else own.device  # computed of weights that were filled before
     if (
         not is_dtensor(values)
-        or (values._spec, values.dtype, values.device) != (own._spec, own.dtype, own.device)
+        or (values._spec, values.dtype, values.device) != (own._spec, own.dtype, device)
         or (kept is None and len(listing.places) > 1)
         or any(unit.engine is not None or unit.summoned is not None for unit in units)
     ):

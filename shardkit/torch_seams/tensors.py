@@ -441,8 +441,8 @@ def dimension_of(said: object, name: str, param: nn.Parameter) -> int:
             return dim
         wrong = f"Shard dim {dim} is invalid for {param.dim()}D tensor"
     raise ConfigurationError(
-        f"shard_placement_fn says {said} for {name!r} of shape {tuple(param.shape)}: {wrong}. Parameters are cut along "
-        "one of their dimensions"
+        f"Invalid shard_placement_fn result {said} for {name!r} of shape {tuple(param.shape)}: {wrong}. Parameters are "
+        "cut along one of their dimensions"
     )
 
 

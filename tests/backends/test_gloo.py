@@ -43,6 +43,27 @@ def test_every_dtype_is_broadcast(rank: int) -> None:
         ]
 
 
+@on_ranks(2, 3)
+def test_every_dtype_is_gathered(rank: int, world_size: int) -> None:
+    """Frozen weights may have any."""
+    group = get_backend("gloo").group()
+    for dtype in (
+        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+    ):
+        for parts in ([2] * world_size, [3, *[1] * (world_size - 1)], [0, *[2] * (world_size - 1)]):
+            whole = (torch.arange(sum(parts)) % 2).to(dtype)
+            output = torch.zeros(sum(parts)).to(dtype)
+            begin = sum(parts[:rank])
+            own = whole[begin : begin + parts[rank]].clone()
+            group.all_gather_into(output, own, None if len({*parts}) == 1 else parts)
+            assert output.to(torch.complex64).tolist() == whole.to(torch.complex64).tolist()
+
+
 @on_ranks(1, 2, 3)
 def test_parameters(rank: int) -> None:
     """Tensors that require gradients are used as what they hold; nothing is recorded."""

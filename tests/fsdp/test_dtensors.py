@@ -323,6 +323,7 @@ def test_loading_by_assignment(rank: int) -> None:
         optimizer.step()
         assert not torch.equal(filled(_batch(0, rank)), one(_batch(0, rank)))
     _replaced(rank)
+    _computed_of_others(rank)
     _filled_by_parts(rank)
     if dist.get_world_size() == 2:
         _values_of_one_rank(rank, init_device_mesh("cpu", (2,)))
@@ -535,6 +536,48 @@ def _replaced(rank: int) -> None:
     _same(dict(sharding_of(model).export()), one.state_dict())
 
 
+class Magnitudes(nn.Module):
+    """Parameters that start as what is computed of others, as DoRA's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7, bias=False), nn.Linear(7, 7, bias=False)
+        self.magnitude, self.offset = nn.Parameter(torch.empty(7)), nn.Parameter(torch.empty(7))
+        self.double()
+
+    def begin(self) -> None:
+        for k, m in enumerate((self.first, self.second)):
+            m.to_empty(device="cpu")
+            nn.init.constant_(m.weight, k / 8 + 0.25)
+        with torch.no_grad():
+            made = torch.linalg.norm(self.second.weight, dim=1)
+        self.magnitude, self.offset = nn.Parameter(made), nn.Parameter(made * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.magnitude + self.offset
+
+
+def _computed_of_others(rank: int) -> None:
+    """They leave the meta device by being replaced, after the others."""
+    one = Magnitudes()
+    with torch.device("meta"):
+        model = Magnitudes()
+    for part in (model.first, model.second, model):
+        fully_shard(part, dtensors=True)
+    for m in (one, model):
+        m.begin()
+        optimizer = torch.optim.Adam(m.parameters(), lr=0.1)
+        for step in range(2):
+            m(_batch(step, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _same(whole(dict(model.named_parameters())), dict(one.named_parameters()))
+    with torch.device("meta"):
+        model = fully_shard(Magnitudes(), dtensors=True)
+    with pytest.raises(ConfigurationError, match="'magnitude' is put into"):
+        model.magnitude = nn.Parameter(torch.ones(7).double())  # which part of it is this rank's?
+
+
 def _values_of_one_rank(rank: int, mesh: DeviceMesh) -> None:
     """As verl loads models: on the meta device, except for the first of the ranks that share a copy."""
 
@@ -583,7 +626,8 @@ def _filled_by_parts(rank: int) -> None:
         empty("head")(_batch(0, rank))
     with torch.device("meta"):
         late = fully_shard(nn.Sequential(nn.Linear(6, 5).double()), dtensors=True)
-    late(_batch(0, rank).to("meta"))
+    with pytest.raises(ConfigurationError, match=r"still on meta device: \['0.weight', '0.bias'\]"):
+        late(_batch(0, rank).to("meta"))
     late[0].to_empty(device="cpu")
     with pytest.raises(LifecycleError, match="or after a forward"):
         late(_batch(0, rank))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable import checkpoint, replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -191,6 +191,49 @@ def test_values_between_steps(rank: int) -> None:
     )
     assert half(tokens(rank, 0)).dtype == torch.float32
     assert loss_of(half, rank, 0).item() != loss_of(plain, rank, 0).item()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtensors", [True, False])
+def test_what_changes_values_ends_unshard(rank: int, world_size: int, dtensors: bool) -> None:
+    """What was loaded, or written inside of summon_full_params, went into a copy that the next forward gave back."""
+    plain, model = Net(), as_in_torchtitan(Net(), dtensors=dtensors)
+    units: list[Any] = [model.layers[1], model]
+    x = tokens(rank, 0)
+    doubled = {name: 2 * value for name, value in plain.state_dict().items()}
+    for m in units:
+        m.unshard()
+    model.load_state_dict(doubled)
+    plain.load_state_dict(doubled)
+    torch.testing.assert_close(model(x), plain(x))
+    for m in units:
+        m.unshard()
+    with sharding_of(model).summon_full_params(), torch.no_grad():
+        model.layers[1][0].weight.fill_(0.5)
+    nn.init.constant_(plain.layers[1][0].weight, 0.5)
+    torch.testing.assert_close(model(x), plain(x))
+    for m in units:
+        m.unshard()
+    found = model.state_dict()
+    assert {isinstance(value, DTensor) for value in found.values()} == {dtensors}
+    assert_same(model, plain, rtol=0, atol=0)
+    for m in units:
+        m.unshard()
+    torch.testing.assert_close(model.double()(x), plain.double()(x))
+
+    words = {"dtensors": dtensors, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    half: Any = fully_shard(nn.Linear(4, 3), **words)
+    own = {name: value.detach().clone() for name, value in whole(half.state_dict()).items()}
+    for _ in range(2):
+        half.unshard()
+        assert torch.equal(half.weight, own["weight"].bfloat16())
+        half.reshard()
+        half.unshard()
+        data = torch.ones(1, 4)
+        torch.testing.assert_close(
+            half(data), nn.functional.linear(*(v.bfloat16() for v in (data, *own.values())))
+        )
+    torch.testing.assert_close(whole(half.state_dict()), own, rtol=0, atol=0)
 
 
 class Twice(Net):
@@ -417,8 +460,93 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     model.set_keep_unsharded_storage(False)
     assert model.finalize_backward() is None
     assert model.finalize_backward(async_op=True).wait() is None
-    with pytest.raises(ConfigurationError, match="no method 'nothing'"):
+    with pytest.raises(ConfigurationError, match="Net'> does not have a method nothing"):
         register_fsdp_forward_method(model, "nothing")
+    with pytest.raises(ConfigurationError, match="Each distinct composable distributed API"):
+        fully_shard(model)
+    with pytest.raises(ConfigurationError, match="Invalid shard_placement_fn result 1 for 'weight'"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
+    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
+        fully_shard(nn.Linear(3, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    late: Any = fully_shard(nn.Linear(2, 2), mesh=flat)
+    late.weight._local_tensor.fsdp_pre_all_gather = print
+    for _ in range(2):
+        with pytest.raises(LifecycleError, match="got fsdp_pre_all_gather too late"):
+            late(torch.zeros(1, 2))
+    with torch.device("meta"):
+        empty: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(empty[0], mesh=flat)
+        fully_shard(empty, mesh=flat)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"still on meta device: \['1.weight', '1.bias'\]"):
+            empty(torch.zeros(1, 2))
+    empty.to_empty(device="cpu")
+    for p in empty.parameters():
+        nn.init.constant_(p, 0.5)
+    assert empty(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
+
+
+@on_ranks(2, 3)
+def test_what_torchs_own_functions_find(rank: int, world_size: int) -> None:
+    """A module's private state is one object, of which the root's knows all; torch's replicate leaves units alone."""
+    model: Any = as_in_torchtitan(Net(), dtensors=True)
+    state = model._get_fsdp_state()
+    assert state is model._get_fsdp_state() is _get_module_fsdp_state(model)
+    assert state._is_root is None
+    share: Any = getattr(torch.distributed.fsdp, "share_comm_ctx", None)
+    if share is not None:  # from torch 2.12 on
+        share([model, *model.layers])
+        with pytest.raises(ValueError, match="Expects list of FSDPModules"):
+            share([nn.Tanh()])
+    state._lazy_init()
+    units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    found = state._state_ctx.all_states
+    assert found == [m._get_fsdp_state() for m in units]  # type: ignore[attr-defined]
+    assert [s._is_root for s in found] == [True] + [False] * (len(units) - 1)
+    handle = model.unshard(async_op=True)
+    assert isinstance(handle, torch.distributed.fsdp.UnshardHandle)
+    handle.wait()
+    model.reshard()
+
+    plain, around = Net(), Net()
+    fully_shard(around.layers[1], mesh=init_device_mesh("cpu", (world_size,)))
+    replicate(around)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, around)]
+    for step in range(2):
+        (loss_of(around, rank, step)).backward()
+        torch.stack([loss_of(plain, r, step) for r in range(world_size)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(around, plain, rtol=0, atol=1e-6)
+
+
+class Scales(nn.Module):
+    """Computes with frozen weights of a dtype that gloo has no name for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.randint(1, 5, (5,)).to(dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale.float()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int16, torch.uint8])
+def test_frozen_weights_of_any_dtype(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """The gather of float8 ended in an error of gloo's, in the forward."""
+    plain, model = Scales(dtype), fully_shard(Scales(dtype), mesh=init_device_mesh("cpu", (world_size,)))
+    for step in range(2):
+        data = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(step))
+        model(data[rank]).square().mean().backward()
+        torch.stack([plain(data[r]).square().mean() for r in range(world_size)]).mean().backward()
+        for m in (plain, model):
+            torch.optim.SGD([m.inner.weight, m.inner.bias], lr=0.1).step()
+            m.zero_grad()
+    torch.testing.assert_close(whole(model.inner.state_dict()), whole(plain.inner.state_dict()))
 
 
 # ------------------------------------------------------------------------------------ as torch's FSDPModule
