@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backend import Backend, Group, backend_for, backend_of_job
 from ..errors import ConfigurationError
 from ..fsdp.state_dict import Pieces
 from ..layout import Box
-from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, add_named, of_dtensor, refuse_class, whole
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, add_named, of_dtensor, whole
 from ..torch_seams.tensors import is_dtensor
 from ..types import ProcessGroup, StateDict
 from .format.manifest import refuse_what_is_no_data
@@ -64,9 +63,7 @@ def of_extra(path: Path, value: object, ranks: Ranks) -> Iterator[Entry]:
     elif is_dtensor(value):
         yield Entry(path, of_dtensor(dotted(path), value, ranks))
     elif isinstance(value, torch.Tensor):
-        if is_traceable_wrapper_subclass(value):
-            refuse_class(dotted(path), value)
-        yield Entry(path, whole(value, (0,)))
+        yield Entry(path, whole(dotted(path), value, (0,)))
     elif isinstance(value, Mapping) and _is_state_dict(value):
         for key, inner in value.items():
             yield from of_extra((*path, key), inner, ranks)

@@ -8,14 +8,13 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
 from ..fsdp.flat_param import FlatParam
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, written_parameters
-from ..optimizer_state.kinds import Fixed, Leaf, Ranks, add_named, noted, of_dtensor, refuse_class, whole
+from ..optimizer_state.kinds import Fixed, Leaf, Ranks, add_named, noted, of_dtensor, whole
 from ..oss.sharded_ddp import ShardedDDP
 from ..torch_seams.tensors import facts_beside, is_dtensor, named_parts
 from ..types import StateDict, Tree
@@ -100,12 +99,11 @@ class ModelState:
             raise ConfigurationError(f"{name!r} has no values yet: it is on the meta device")
         if is_dtensor(value):
             return {name: of_dtensor(name, value, self.ranks)}
-        parts, facts = named_parts(name, value), facts_beside(value)
-        if facts is None or any(map(is_traceable_wrapper_subclass, parts.values())):
-            refuse_class(name, value)
+        facts = facts_beside(value)
+        parts = {name: value} if facts is None else named_parts(name, value)  # untold, it is refused as one
         # buffers may differ between ranks: those of the first count, as in state dicts
         ranks = (0,) if of_first or not isinstance(value, nn.Parameter) else self.same
-        return {n: whole(part, ranks) for n, part in parts.items()} | noted(name, facts)
+        return {n: whole(n, part, ranks) for n, part in parts.items()} | noted(name, facts)
 
     # ------------------------------------------------------------ loading
     def loaded(self, found: Mapping[str, object]) -> None:

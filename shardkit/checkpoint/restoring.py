@@ -199,7 +199,7 @@ class OptimizerReads:
             device = slot.param.device if len(found.shape) else "cpu"
             value = torch.zeros(found.shape, dtype=found.dtype, device=device)
             read.append((span, value))
-            yield Wanted(name, whole(value, (0,)))
+            yield Wanted(name, whole(name, value, (0,)))
         if not read:
             for span, name in names.items():
                 read.append((span, self._stored.object(name)))
@@ -331,7 +331,7 @@ class _Restoring:
         if self._optimizer is not None:
             wanted += self._optimizer.wanted
         self._extra = {
-            path: Wanted(name, whole(torch.zeros(found.shape, dtype=found.dtype, device="cpu"), (0,)))
+            path: Wanted(name, whole(name, torch.zeros(found.shape, dtype=found.dtype, device="cpu"), (0,)))
             for path, name in stored.under("extra").items()
             if (found := stored.tensors.get(name)) is not None
         }

@@ -402,10 +402,9 @@ def add_named(found: dict[str, T], named: Mapping[str, T]) -> None:
     found.update(named)
 
 
-def whole(tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:
+def whole(name: str, tensor: torch.Tensor, copies: tuple[int, ...]) -> Leaf:
     """Returns a tensor that this rank has all of."""
-    values = tensor.detach()
-    return Leaf(values.shape, values, (whole_box(values.shape),), copies)
+    return Leaf(tensor.shape, plain_values(name, tensor), (whole_box(tensor.shape),), copies)
 
 
 def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies: tuple[int, ...]) -> Leaf:
@@ -423,7 +422,7 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     """Returns this rank's part of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, values = tensor.device_mesh, tensor.to_local().detach()
+    mesh, values = tensor.device_mesh, plain_values(name, tensor.to_local())
     ranks.refuse_others(name, mesh.mesh.flatten().tolist())
     if any(p.is_partial() for p in tensor.placements):
         raise ConfigurationError(f"{name!r} is a DTensor of partial sums; redistribute() it first")
@@ -442,11 +441,18 @@ def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     return Leaf(tensor.shape, values, boxes, ranks.places(same.flatten().tolist()))
 
 
+def plain_values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor for a checkpoint; raises for a class that one has no place for."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    refuse_class(name, tensor)
+
+
 def refuse_class(name: str, tensor: torch.Tensor) -> NoReturn:
     """Raises for a class of tensors that a checkpoint has no place for."""
     raise ConfigurationError(
         f"{name!r} is a {type(tensor).__name__}, which is more than one plain tensor, and checkpoints hold plain ones: "
-        "save what it consists of in extra="
+        "save what it consists of in extra=, or let torch.distributed.checkpoint save what get_state_dict() gives"
     )
 
 
@@ -563,16 +569,15 @@ class Slot:
         return found
 
     def _piece(self, span: Span, value: torch.Tensor) -> Leaf:
-        return piece_of(
-            span.shape, value.detach(), span.piece, self.copies if span.shape.numel() or span.answers else ()
-        )
+        copies = self.copies if span.shape.numel() or span.answers else ()
+        return piece_of(span.shape, value.detach(), span.piece, copies)
 
     def _whole(self, key: str, value: object) -> Leaf | Fixed:
         if not isinstance(value, torch.Tensor):
             return Fixed(value, self.copies)
-        if is_traceable_wrapper_subclass(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
             refuse_class(f"optimizer state {key!r} of {self.names[0]}", value)
-        return whole(value, self.copies)
+        return whole(key, value, self.copies)
 
     # ------------------------------------------------------------ what is to come
     def is_cut(self, key: str, span: Span, shape: torch.Size) -> bool:
