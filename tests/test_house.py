@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 538,
     "shardkit/oss": 3_068,
     "shardkit/pipeline": 1_507,
-    "shardkit/reduction": 1_575,
+    "shardkit/reduction": 1_576,
     "shardkit/tools": 7_515,
     "shardkit/torch_seams": 1_291,
     "shardkit/tracing": 1_564,

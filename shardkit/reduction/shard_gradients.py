@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
@@ -414,7 +415,7 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
             )
     # a shard may have no rows here, and nothing has no largest element
     there = [g for g in here if g.numel()]
-    taken = _NORMS(there, norm_type) if several else [torch.linalg.vector_norm(g, norm_type) for g in there]
+    taken = _NORMS(there, norm_type) if several and there else [vector_norm(g, norm_type) for g in there]
     norms = iter(taken)
     marked = [
         _unfinished(n, [g]) if isinstance(g, ShardGradient) else n

@@ -238,6 +238,36 @@ def test_ranks_whose_gradients_have_other_dtypes(
     t.assert_equal(1e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
+class Scaled(nn.Linear):
+    """Has one number of another dtype, which lies on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 4)
+        self.scale = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * self.scale).to(x.dtype)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2, 3)
+def test_ranks_that_have_nothing_of_a_dtype(rank: int, world_size: int, strategy: str) -> None:
+    """torch takes the norms of each dtype together, also where a rank's gradients of one have no elements."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), Scaled())
+
+    t = twins(rank, world_size, strategy, make=make)
+    for step in range(2):
+        t.zero_grad()
+        t.backward(step)
+        for model in (t.model, t.plain):
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
+        t.step()
+    t.assert_equal()
+
+
 # ------------ ``torch.amp.GradScaler`` where an overflow shows on one rank alone.
 SCALE = 1024.0
 
