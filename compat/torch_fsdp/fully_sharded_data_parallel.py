@@ -508,7 +508,7 @@ class FullyShardedDataParallel(StandIn):
         sharded = own.state_dict_type is StateDictType.SHARDED_STATE_DICT
         how = {"rank0_only": getattr(config, "rank0_only", False), "on_cpu": config.offload_to_cpu}
         is_read_into = optim_state_dict is None and type(config) is not FullOptimStateDictConfig
-        with begun(model, optim) if is_read_into and starts_from_zeros(optim) else contextlib.nullcontext():
+        with begun(model, optim) if is_read_into else contextlib.nullcontext():
             return _gathered(model, optim, optim_state_dict, sharded=sharded, **how)
 
     @staticmethod
@@ -849,7 +849,8 @@ _FROM_ZEROS = {getattr(torch.optim, n) for n in ("Adam", "AdamW", "Adamax", "Ada
 
 def starts_from_zeros(optim: Optimizer) -> bool:
     """Says whether a step from state that is all zeros is this optimizer's first one."""
-    return type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
+    kind = type(getattr(optim, "optimizer", optim))  # of what accelerate has prepared
+    return kind in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
 
 
 @contextlib.contextmanager

@@ -451,3 +451,51 @@ def test_a_checkpoint_is_read_into_an_optimizer_that_never_stepped(
     dcp.load(state, checkpoint_id=tmp_path)
     FSDP.optim_state_dict_to_load(resumed, follows, state["optimizer"], load_directly=True)
     assert train(resumed, [rank], follows) == train(model, [rank], optimizer)
+
+
+class Prepared(torch.optim.Optimizer):
+    """Hands on to another one, as what accelerate's ``prepare`` returns."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state: Any = property(lambda self: self.optimizer.state)
+    param_groups: Any = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("has_stepped", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_checkpoint_is_read_into_a_prepared_optimizer(
+    rank: int, use_orig_params: bool, has_stepped: bool, kind: Any, tmp_path: Path
+) -> None:
+    """It was read into nothing, in silence: training went on without moments."""
+    models, optimizers, state = [], [], {}
+    for number in range(2):
+        module = net()
+        before = kind(module.parameters(), lr=0.1)
+        model = FSDP(module, auto_wrap_policy=INNER, use_orig_params=use_orig_params)
+        models.append(model)
+        optimizers.append(Prepared(before if use_orig_params else kind(model.parameters(), lr=0.1)))
+        if number == 0 and has_stepped:
+            train(model, [rank], optimizers[0])
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        state["optimizer"] = FSDP.optim_state_dict(model, optimizers[number])
+        (dcp.load if number else dcp.save)(state, checkpoint_id=tmp_path)
+    models[1].load_state_dict(models[0].state_dict())
+    FSDP.optim_state_dict_to_load(models[1], optimizers[1], state["optimizer"], load_directly=True)
+    if kind is torch.optim.AdamW or has_stepped:
+        assert train(models[1], [rank], optimizers[1]) == train(models[0], [rank], optimizers[0])
