@@ -332,6 +332,17 @@ def in_words(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def refuse_writers(modules: Iterable[tuple[str, nn.Module]], group: Group) -> None:
+    """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
+    for path, m in modules:
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None and group.world_size > 1:
+            raise ConfigurationError(
+                f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with max_norm={m.max_norm}, "
+                "which writes to a copy of its weight in forward, and that would be lost. Leave it outside of what is "
+                "wrapped, or set max_norm to None and renormalise between steps (FSDP: in summon_full_params())"
+            )
+
+
 def check_one_device(params: Iterable[nn.Parameter]) -> None:
     """Raises ConfigurationError unless all parameters are on one device."""
     devices = sorted({str(p.device) for p in params})

@@ -33,6 +33,7 @@ from ..checks import (
     option_facts,
     proposed_run_id,
     refuse_lazy,
+    refuse_writers,
 )
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError, RedirectedError
 from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
@@ -430,11 +431,11 @@ def _compare_values(units: Sequence[Found], told: Sequence[tuple[str, list[list[
 # ------------------------------------------------------------ what can't be sharded
 def _check(units: Sequence[Found]) -> None:
     """Raises ConfigurationError for what is the same on all ranks."""
-    _refuse_writers(units)
     _refuse_gradients_of_other_dtypes(units)
     checked: tuple[Options, Group] | None = None
     for found in units:
         options, group = found.state.options, found.state.group
+        refuse_writers(found.modules, group)
         if checked != (options, group):  # units that one call makes have the same
             checked = options, group
             check_options(options, group)
@@ -564,19 +565,6 @@ def _refuse_shards(units: Sequence[Found], may_list: bool) -> None:
             f"{names[0]!r} is a shard already: its module lies in a unit, and outside of that unit too. Make that "
             "module a unit of its own before the units that contain it"
         )
-
-
-def _refuse_writers(units: Sequence[Found]) -> None:
-    """Raises ConfigurationError for layers that write to their own parameters in forward, where that would be lost."""
-    for group, (path, m) in [(found.state.group, module) for found in units for module in found.modules]:
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None and group.world_size > 1:
-            raise ConfigurationError(
-                f"rank {group.rank}: {path or 'the module'!r} is an {type(m).__name__} with "
-                f"max_norm={m.max_norm}, "
-                "which writes to its weight in forward; in an FSDP module that is a copy of what the shards hold, and "
-                "the change would be lost. Leave it outside of what is wrapped, or set its max_norm to None and "
-                "renormalise between steps, inside of summon_full_params()"
-            )
 
 
 def _refuse_gradients_of_other_dtypes(units: Sequence[Found]) -> None:

@@ -21,6 +21,7 @@ from ..checks import (
     parameter_fact,
     proposed_run_id,
     refuse_lazy,
+    refuse_writers,
     shape_fact,
 )
 from ..errors import ConfigurationError, LifecycleError
@@ -127,6 +128,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         told = check_same_everywhere(self._group, tensors + facts, what, proposed_run_id())
         (self._run_id,) = new_run_ids(self._group, told[0])
         refuse_lazy(tensors, "ShardedDDP")
+        refuse_writers(module.named_modules(), self._group)
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
         check_order(policy, self._group.world_size, module.named_modules())

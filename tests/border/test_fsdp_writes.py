@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import FSDP, ReshardPolicy, fully_shard, sharding_of
+from shardkit import FSDP, OSS, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
@@ -158,13 +158,13 @@ def test_writes_of_one_rank_stay(rank: int) -> None:
 @on_ranks(2)
 def test_embeddings_that_renormalise_are_refused(rank: int) -> None:
     for layer in (nn.Embedding, nn.EmbeddingBag):
-        inner = nn.Sequential(nn.Identity(), layer(4, 3, max_norm=0.1))
-        with pytest.raises(
-            ConfigurationError, match=rf"rank {rank}: '1' is an {layer.__name__} with max_norm=0.1"
-        ):
-            FSDP(inner)
-        setattr(inner[1], "max_norm", None)  # noqa: B010
-        FSDP(inner)
+        for wrap in (FSDP, fully_shard, lambda m: ShardedDDP(m, OSS(m.parameters(), lr=0.1))):
+            inner = nn.Sequential(nn.Identity(), layer(4, 3, max_norm=0.1))
+            refused = rf"rank {rank}: '1' is an {layer.__name__} with max_norm=0.1"
+            with pytest.raises(ConfigurationError, match=refused):
+                wrap(inner)
+            setattr(inner[1], "max_norm", None)  # noqa: B010
+            wrap(inner)
 
 
 class Smooth(nn.Sequential):
