@@ -301,6 +301,8 @@ def connect(state: ShardingState, example: torch.Tensor | None, lenders: Sequenc
     backend = backend_for(tensors, choice)
     state.group = backend.group(options.group)
     state.replicas = None if options.replicas is None else backend.group(options.replicas)
+    if state.replicas is not None:
+        state.replicas.channel("parameters")  # connected here; averages keep an order in it
 
 
 # ------------------------------------------------------------ agree
@@ -652,7 +654,7 @@ def _cut(found: Found, originals: list[OriginalParameter]) -> tuple[ShardLayout,
             group.channel("gradients").broadcast(shard, 0, label="parameters of rank 0")
         shard = own_shard(shard, layout, group).clone()
     if replicas is not None and options.sync_module_states:
-        replicas.broadcast(shard, 0, label="parameters of the first replica")
+        replicas.channel("parameters").broadcast(shard, 0, label="parameters of the first replica")
     shard = shard.to(dtype)
     offload = options.offload
     if not (offload.parameters or offload.masters):

@@ -480,19 +480,17 @@ class GradientPack(ABC):
             flat.param.grad = None
 
     def _average(self, result: torch.Tensor, replicas: Group | CompressedAllReduce) -> torch.Tensor:
+        label = f"gradients of {self._flat.label}"
         if self._microbatches and isinstance(replicas, Group):
-            # their sums are another order's
-            everything = result.new_empty(replicas.world_size * result.numel())
+            everything = result.new_empty(replicas.world_size * result.numel())  # sums are another order's
             with self._flat.ranges.all_reduce():
-                replicas.all_gather_into(everything, result, label=f"gradients of {self._flat.label}").wait()
+                replicas.all_gather_into(everything, result, label=label).wait()
             return everything
         is_mean = has_mean(result.dtype)
         if not is_mean:
             result.mul_(1.0 / replicas.world_size)
         with self._flat.ranges.all_reduce():
-            replicas.all_reduce(
-                result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=f"gradients of {self._flat.label}"
-            ).wait()
+            replicas.all_reduce(result, op=ReduceOp.AVG if is_mean else ReduceOp.SUM, label=label).wait()
         return result
 
 
@@ -637,9 +635,9 @@ def pack_for(
         pack = WholePack([flat], terms, blocks)
     else:  # also of one rank: replicas, also those of a hook, tell each other by flags who had which gradient
         pack = (StoredPack if group.backend.has_storage else LazyPack)([flat], terms, blocks)
-    pack.replicas = replicas
-    if has_replicas and blocks is not None and replicas is not None:
-        pack.replicas = CompressedAllReduce(replicas, blocks, pack.part_numel, reduce.error_feedback)
+    pack.replicas = between = None if replicas is None else replicas.channel("parameters")
+    if has_replicas and blocks is not None and between is not None:
+        pack.replicas = CompressedAllReduce(between, blocks, pack.part_numel, reduce.error_feedback)
     return pack
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit import FSDP, fully_shard, hybrid_groups
+from shardkit import FSDP, OutOfStepError, fully_shard, hybrid_groups
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import assert_same, batch, steps_beside
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 
 
 class Part(nn.Module):
@@ -62,3 +62,38 @@ def _trained(rank: int, how: str, ranks: int) -> None:
     steps_beside(rank, ranks, model, plain, _loss)
     for mine, truth in zip(model, plain, strict=True):
         assert_same(mine, truth, how)
+
+
+class Swapped(nn.Module):
+    """Two units of equal shapes, called in another order on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, is_swapped: bool) -> torch.Tensor:
+        x = self.last(x)
+        parts = [lambda: self.one(x).sum(), lambda: self.two(x).square().sum()]
+        return sum(part() for part in reversed(parts)) if is_swapped else sum(part() for part in parts)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("torch_fsdp", 2), ("alone", 2), ("fsdp", 4)])
+def test_replicas_that_go_another_way_are_told(how: str, ranks: int) -> None:
+    """Averages of equal shapes were mixed up, silently, where no shards of others are gathered."""
+    run_once(ranks, "gloo", _goes_another_way, how)
+
+
+def _goes_another_way(rank: int, how: str) -> None:
+    torch.manual_seed(3)
+    model, (group, replicas) = Swapped(), hybrid_groups(1 if how == "alone" else 2)
+
+    def unit(m: nn.Module) -> nn.Module:
+        if how == "torch_fsdp":
+            return TorchFSDP(m, sharding_strategy=ShardingStrategy.NO_SHARD)
+        return FSDP(m, group=group, replicas=replicas)
+
+    model.one, model.two = unit(model.one), unit(model.two)  # type: ignore[assignment]
+    root = unit(model)
+    root(batch(rank)[:, :6], False).backward()
+    with pytest.raises(OutOfStepError, match=r"gradients of parameters 0 of (one|two)"):
+        root(batch(rank)[:, :6], rank // 2 == 1 if how == "fsdp" else rank == 1).backward()

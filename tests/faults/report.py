@@ -81,9 +81,7 @@ What is not covered:
   nobody has taken of the calls that differed may meet a later one, which then waits for the process group's timeout.
   Let the ranks end (`shardkit run --restarts` begins anew from the last checkpoint), or make other groups.
 - Replicas of shards that one rank holds alone (`NO_SHARD`, a mesh of (replicas, 1)): a step that one rank leaves out is
-  not noticed, nor that ranks come to units in another order (a branch that depends on data): averages of equal sizes
-  are mixed up then, and gloo ends the process at others. Where shards are cut, the ranks that hold the others' parts
-  notice it; replicas that take different branches as a whole do not.
+  not noticed. Where shards are cut, the ranks that hold the others' parts notice it.
 - A step that one rank leaves out just before `torch.distributed.checkpoint` saves `state_dict()` with DTensors, or
   `sharded_state_dict()`, and the job ends: neither asks the other ranks, since one alone may ask for its part, and what
   DCP sends is torch's. Ranks' parts of two steps are saved then. `shardkit.save_training` refuses it, and whatever
