@@ -12,23 +12,23 @@ LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_331,
+    "compat": 9_334,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_385,
+    "shardkit/fsdp": 11_382,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
-    "shardkit/optimizer_state": 1_310,
+    "shardkit/optimizer_state": 1_319,
     "shardkit/optimizers": 538,
-    "shardkit/oss": 3_070,
+    "shardkit/oss": 3_062,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_576,
     "shardkit/tools": 7_515,
     "shardkit/torch_seams": 1_291,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_773,
+    "shardkit/training": 4_771,
     "shardkit/wrapping": 1_012,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

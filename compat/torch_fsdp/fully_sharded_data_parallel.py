@@ -415,15 +415,14 @@ class FullyShardedDataParallel(StandIn):
             found: the state dict.
             before: keys of others'.
         """
-        config, state = self._settings.state_dict_config, self._state
+        config, kind, state = self._settings.state_dict_config, self._settings.state_dict_type, self._state
         keys = [k for k in found if k.startswith(prefix) and k not in before]
         if isinstance(config, FullStateDictConfig) and config.rank0_only and ranks_of(state).rank != 0:
             for key in keys:
                 del found[key]
             return
-        found.update((k, v) for k, v in unsharded(state, prefix) if k in found and found[k].dtype == v.dtype)
-        is_cut_up = state.group.world_size > 1 or state.replicas is None  # else NO_SHARD: all ranks have all
-        if self._settings.state_dict_type is StateDictType.SHARDED_STATE_DICT and is_cut_up:
+        found.update(unsharded(state, prefix, found))
+        if kind is StateDictType.SHARDED_STATE_DICT and ranks_of(state) is state.group:  # else NO_SHARD
             mesh = mesh_over(self._passed_group.value, state.group.backend.device_type)
             own = own_keys(state, prefix)
             for key in keys:
@@ -679,13 +678,16 @@ def own_keys(state: ShardingState, prefix: str = "") -> set[str]:
     return {prefix + plain_name(n) for n in names}
 
 
-def unsharded(state: ShardingState, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Lists buffers and ignored parameters of a unit, by keys in a full state dict."""
+def unsharded(state: ShardingState, prefix: str, found: StateDict) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields a unit's buffers and ignored parameters by key; not where a module, or a hook, has put another value."""
     own = own_keys(state, prefix)
     for path, m in modules_outside_units(state.module):
         for name, tensor in (*m._parameters.items(), *m._buffers.items()):
             key = prefix + plain_name(dotted(path, name))
-            if tensor is not None and key not in own:
+            value: Tree = found.get(key)
+            if tensor is None or key in own or getattr(value, "dtype", None) != tensor.dtype:
+                continue
+            if value.device == tensor.device and (tensor.is_meta or torch.equal(value, tensor)):
                 yield key, tensor.detach()
 
 
@@ -827,8 +829,9 @@ def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
 
 
 def _plain(state: SavedState) -> StateDict:
-    """Returns state by names, without what wrapping added to them."""
-    return {plain_name(name): values for name, values in state.items() if isinstance(name, str)}
+    """Returns state by names, without what wrapping added; none where no step was counted: the first one makes it."""
+    named = {plain_name(n): values for n, values in state.items() if isinstance(n, str)}
+    return {n: values for n, values in named.items() if torch.as_tensor(values.get("step", 1)).any()}
 
 
 def _part(model: nn.Module, optim: Optimizer, groups: Iterable[ParamGroup], source: Source) -> StateDict:
@@ -849,8 +852,7 @@ _FROM_ZEROS = {getattr(torch.optim, n) for n in ("Adam", "AdamW", "Adamax", "Ada
 
 def starts_from_zeros(optim: Optimizer) -> bool:
     """Says whether a step from state that is all zeros is this optimizer's first one."""
-    kind = type(getattr(optim, "optimizer", optim))  # of what accelerate has prepared
-    return kind in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
+    return type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
 
 
 @contextlib.contextmanager
@@ -860,25 +862,26 @@ def begun(model: nn.Module, optim: Optimizer) -> Iterator[None]:
     Whoever asks may save it, and go on from there.
     """
     _parameters_of(model, optim)
+    optim = getattr(optim, "optimizer", optim)  # accelerate's steps may need its scaler
     groups = optim.param_groups
     if optim.state:
         yield
         return
-    rates = [g.get("lr") for g in groups]
+    before = [dict(g) for g in groups]  # some count there, too
     gradients = [(p, p.grad) for g in groups for p in g["params"]]
     try:
         for p, _ in gradients:
             p.grad = None  # where there is one torch does nothing, on this rank alone
         _init_optim_state(optim)
-        for values in optim.state.values() if starts_from_zeros(optim) else ():
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
+        for values in optim.state.values():
+            zeros = values if starts_from_zeros(optim) else {"step"} & values.keys()
+            values.update({key: values[key] * 0 for key in zeros})
         yield
     finally:
         optim.state.clear()
-        for group, rate in zip(groups, rates, strict=True):
-            group.update({} if rate is None else {"lr": rate})
+        for group, options in zip(groups, before, strict=True):
+            group.clear()
+            group.update(options)
         for p, gradient in gradients:
             p.grad = gradient
 

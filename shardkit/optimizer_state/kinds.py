@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
 
 from ..backend import Group
 from ..checks import facts_of_all
@@ -40,9 +39,18 @@ def is_elementwise(key: object, value: object, shape: Sequence[int]) -> bool:
     return value.dim() > 0 or (len(shape) == 0 and key not in NUMBERS)
 
 
+def mapped(change: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """Applies a function to what nested dicts, lists and tuples hold, and what derives from these."""
+    if isinstance(value, dict):
+        return {k: mapped(change, v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(change, v) for v in value)
+    return change(value)
+
+
 def to_cpu(value: object) -> Tree:
     """Copies tensors inside nested containers to the CPU, detached; everything else stays as it is."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), value)
+    return mapped(lambda v: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v, value)
 
 
 class StateKind(NamedTuple):
@@ -420,9 +428,10 @@ def piece_of(shape: torch.Size, shard: torch.Tensor, piece: Piece | None, copies
 
 def of_dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Leaf:
     """Returns this rank's part of a DTensor."""
+    from torch.distributed._functional_collectives import wait_tensor  # of redistribute(async_op=True)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, values = tensor.device_mesh, plain_values(name, tensor.to_local())
+    mesh, values = tensor.device_mesh, plain_values(name, wait_tensor(tensor.to_local()))
     ranks.refuse_others(name, mesh.mesh.flatten().tolist())
     if any(p.is_partial() for p in tensor.placements):
         raise ConfigurationError(f"{name!r} is a DTensor of partial sums; redistribute() it first")

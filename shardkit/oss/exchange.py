@@ -16,7 +16,6 @@ wait for, what another one sends at its end.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -834,19 +833,20 @@ class EverywhereReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        has = [1.0] * len(self._params)  # where all ranks record one program
-        if self._group.backend.has_storage:
-            flags = torch.tensor([p.grad is not None for p in self._params], dtype=torch.float32)
-            flags = flags.to(self._params[0].device)
+        flags = None
+        if self._group.backend.has_storage:  # else all ranks record one program
+            there = [p.grad is not None for p in self._params]
+            flags = self._params[0].new_tensor(there, dtype=torch.float32)
             self._group.all_reduce(flags, op=ReduceOp.MAX, label="which gradients without an owner there are")
-            has = flags.tolist()
-        for p in itertools.compress(self._params, has):  # optimizers leave out the others, as in one process
+        for p in self._params:  # whichever there are: who skips a step issues the calls of others
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             elif p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
             with self._ranges.all_reduce():
                 self._group.all_reduce(p.grad, op=ReduceOp.AVG, label="gradient without an owner")
+        for p, has in zip(self._params, [] if flags is None else flags.tolist(), strict=False):
+            p.grad = p.grad if has else None  # optimizers leave it out, as in one process
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:

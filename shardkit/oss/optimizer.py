@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.utils._pytree import tree_map
 
 from ..backend import Backend, Group, backend_for, callees_compiled, not_compiled
 from ..checks import (
@@ -34,7 +33,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.forms import current_request, is_called_by
-from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu
+from ..optimizer_state.kinds import check_form, check_same_state, check_state, mapped, to_cpu
 from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import (
     AgreedGradients,
@@ -129,6 +128,7 @@ class OSS(Optimizer):
         elif masters:
             optim = with_masters(optim)
         self._group: Group = self._backend.group(group)
+        self.rank, self.world_size = self._group.rank, self._group.world_size  # how many share the state
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
@@ -180,16 +180,6 @@ class OSS(Optimizer):
         )
 
     # ---------------------------------------------------------------- facts
-    @property
-    def rank(self) -> int:
-        """Returns this rank within the group."""
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        """Returns how many ranks share the state."""
-        return self._group.world_size
-
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (p for g in self.param_groups for p in g["params"])
 
@@ -206,6 +196,10 @@ class OSS(Optimizer):
             ]
             for rank in range(self.world_size)
         ]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients that this rank's optimizer will read (after their reduction)."""
+        return self.placement.gradients(self.optim)
 
     # ---------------------------------------------------------------- structure
     def _refuse_shards(self, optim: object) -> None:
@@ -265,11 +259,8 @@ class OSS(Optimizer):
 
     def refresh_trainable(self) -> None:
         """Takes note of parameters that were frozen or unfrozen. State that exists is kept."""
-        if [p.requires_grad for p in self._all] != self._trainable:
-            self._lay_out_again()
-
-    def _lay_out_again(self) -> None:
-        """Takes what the next step updates into buffers, and shows it to the inner optimizer (collective)."""
+        if [p.requires_grad for p in self._all] == self._trainable:
+            return
         self._lay_out()
         for index, group in enumerate(self.optim.param_groups):
             group.update(self._inner_group(index))
@@ -317,7 +308,8 @@ class OSS(Optimizer):
         if not self._before_step:  # else they were reduced to their owners
             self._agreed_gradients.check(self._group, self._all, self._are_owned)
             if self._left_out and any(p.grad is not None for p in self._left_out):
-                self._lay_out_again()  # as on all ranks, which have the same gradients
+                self._trainable = []  # laid out anew, as on all ranks, which have the same gradients
+                self.refresh_trainable()
 
     def _with_check(self, closure: Callable[[], Tree]) -> Callable[[], Tree]:
         @functools.wraps(closure)
@@ -794,7 +786,7 @@ def _own_copies(value: object, device: torch.device) -> Tree:
             return copy.copy(leaf)
         return leaf.clone() if leaf.device == device or leaf.dim() == 0 else leaf
 
-    return tree_map(own, value)
+    return mapped(own, value)
 
 
 def local(optimizer: Optimizer) -> State:

@@ -354,9 +354,7 @@ class Averaging:
         """Returns this rank's share of |ḡ|², by group [G], with the dtype and device of ``like``."""
         inner, copies = self._optimizer, self.world_size
         if isinstance(inner, OSS):
-            inner.placement.gradients(
-                inner.optim
-            )  # where these are parts of a flat segment, they are in their place from now on
+            inner.gradients()  # where these are parts of a flat segment, they are in their place from now on
             copies = copies if inner.placement.runs_whole else 1  # each gradient counts at its owner
             inner = inner.optim
         return torch.stack([self._squares(group["params"], like) for group in inner.param_groups]) / copies
@@ -598,7 +596,7 @@ class AdaScale(Optimizer):
             )
         gradients = {id(p.grad): p.grad for p in self._averaging.parameters() if p.grad is not None}
         if isinstance(self._optimizer, OSS):
-            gradients |= {id(g): g for g in self._optimizer.placement.gradients(self._optimizer.optim)}
+            gradients |= {id(g): g for g in self._optimizer.gradients()}
         for gradient in gradients.values():
             gradient.div_(self._meter.expected)
 

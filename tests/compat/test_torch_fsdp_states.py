@@ -478,7 +478,9 @@ class Prepared(torch.optim.Optimizer):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("has_stepped", [True, False])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize(
+    "kind", [getattr(torch.optim, n) for n in ("AdamW", "NAdam", "RAdam", "Rprop", "ASGD")]
+)
 def test_a_checkpoint_is_read_into_a_prepared_optimizer(
     rank: int, use_orig_params: bool, has_stepped: bool, kind: Any, tmp_path: Path
 ) -> None:
@@ -497,5 +499,26 @@ def test_a_checkpoint_is_read_into_a_prepared_optimizer(
         (dcp.load if number else dcp.save)(state, checkpoint_id=tmp_path)
     models[1].load_state_dict(models[0].state_dict())
     FSDP.optim_state_dict_to_load(models[1], optimizers[1], state["optimizer"], load_directly=True)
-    if kind is torch.optim.AdamW or has_stepped:
-        assert train(models[1], [rank], optimizers[1]) == train(models[0], [rank], optimizers[0])
+    assert train(models[1], [rank], optimizers[1]) == train(models[0], [rank], optimizers[0])
+
+
+class Hidden(nn.Linear):
+    """Saves other values than it has, as a module that leaves padding out, or scales."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.table = nn.Parameter(torch.ones(6, 2))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"], destination[f"{prefix}table"] = torch.zeros(4), self.table.detach()[:4]
+
+
+@on_ranks(2, 3)
+def test_what_a_module_saves_in_place_of_its_own_stays(rank: int) -> None:
+    """The model's own buffers and ignored parameters took its place."""
+    made = Hidden()
+    found = FSDP(made, ignored_states=[made.table]).state_dict()
+    assert found["scale"].sum() == 0
+    assert found["table"].shape == (4, 2)

@@ -390,3 +390,32 @@ def test_frames_that_an_error_came_through_are_forgotten() -> None:
     assert alive[0]() is None
     assert not is_out_of_memory(ValueError("out of memory"))
     assert not is_out_of_memory(None)
+
+
+@on_ranks(2)
+def test_parameters_beside_oss_that_a_step_leaves_unused(rank: int) -> None:
+    """Which gradients there are decided how many calls ranks made, so that the one that left was out of step."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model = ShardedDDP(Chosen(layers), OSS(layers[0].parameters(), torch.optim.SGD, lr=0.1))
+    skip = shardkit.SkipOutOfMemory(model)
+    for step in range(6):
+        with skip:
+            model(torch.ones(2, 4), rank == 1 and step in (3, 5), step < 3).sum().backward()
+        assert skip.skipped == (step in (3, 5))
+        assert (layers[1].weight.grad is None) == (step > 2)
+        model.zero_grad()
+
+
+class Chosen(nn.Module):
+    """Leaves a layer out where it is told to."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, runs_out: bool, uses_all: bool) -> torch.Tensor:
+        y = self.layers[0](self.layers[1](x) if uses_all else x)
+        if runs_out:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return y
