@@ -215,6 +215,16 @@ class TidyPool(ForkedPool):
 _file = ""  # of this rank's last call
 
 
+def _forget_meshes() -> None:
+    """Clears what DTensor remembers of operations: results have the first of equal meshes, whose group may be gone."""
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # before torch 2.10
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear  # type: ignore[attr-defined]
+    clear()
+
+
 def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
     global _file
     before, _file = _file, fn.__module__
@@ -228,6 +238,7 @@ def _after_tidying(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group not in kept:
                 dist.destroy_process_group(group)
+        _forget_meshes()
         gc.collect()  # models that are in circles hold connections of their own
     return fn(rank, *args)
 
