@@ -230,7 +230,7 @@ def test_ranks_whose_gradients_have_other_dtypes(
         t.zero_grad()
         t.backward(step)
         norm, truth = (
-            nn.utils.clip_grad_norm_(m.parameters(), MAX_NORM, norm_type) for m in (t.model, t.plain)
+            clip_grad.clip_grad_norm_(m.parameters(), MAX_NORM, norm_type) for m in (t.model, t.plain)
         )
         assert norm.dtype is truth.dtype
         torch.testing.assert_close(norm, truth, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=0)
@@ -263,7 +263,7 @@ def test_ranks_that_have_nothing_of_a_dtype(rank: int, world_size: int, strategy
         t.zero_grad()
         t.backward(step)
         for model in (t.model, t.plain):
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
+            clip_grad.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
         t.step()
     t.assert_equal()
 
@@ -291,7 +291,7 @@ def _overflow(rank: int, world_size: int, strategy: str, unscale: bool, options:
         ):
             if unscale:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                clip_grad.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
