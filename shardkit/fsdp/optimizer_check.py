@@ -127,7 +127,7 @@ class _Looked:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
 
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
-        """Warns, once for an optimizer, of a parameter whose count of steps is not its own; see [Note: counts]."""
+        """Warns, once, of a parameter whose count of steps is not its own; see [Note: counts] in ``kinds.py``."""
         unused, pieces = flat.unused.originals, flat.layout.pieces()
         again = sorted(k for k in left_out if not unused[k])
         stepping = {p.rank for p in pieces if not unused[p.item]}

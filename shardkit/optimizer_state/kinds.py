@@ -39,18 +39,18 @@ def is_elementwise(key: object, value: object, shape: Sequence[int]) -> bool:
     return value.dim() > 0 or (len(shape) == 0 and key not in NUMBERS)
 
 
-def mapped(change: Callable[[Tree], Tree], value: Tree) -> Tree:
-    """Applies a function to what nested dicts, lists and tuples hold, and what derives from these."""
+def with_leaves(change: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """Returns nested dicts, lists and tuples (and what derives from these) with what ``change`` makes of the rest."""
     if isinstance(value, dict):
-        return {k: mapped(change, v) for k, v in value.items()}
+        return {k: with_leaves(change, v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(mapped(change, v) for v in value)
+        return type(value)(with_leaves(change, v) for v in value)
     return change(value)
 
 
 def to_cpu(value: object) -> Tree:
     """Copies tensors inside nested containers to the CPU, detached; everything else stays as it is."""
-    return mapped(lambda v: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v, value)
+    return with_leaves(lambda v: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v, value)
 
 
 class StateKind(NamedTuple):

@@ -33,7 +33,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, ShardkitError
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.forms import current_request, is_called_by
-from ..optimizer_state.kinds import check_form, check_same_state, check_state, mapped, to_cpu
+from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu, with_leaves
 from ..optimizers.elementwise import KNOWN, couples_parameters
 from ..optimizers.shards import (
     AgreedGradients,
@@ -786,7 +786,7 @@ def _own_copies(value: object, device: torch.device) -> Tree:
             return copy.copy(leaf)
         return leaf.clone() if leaf.device == device or leaf.dim() == 0 else leaf
 
-    return mapped(own, value)
+    return with_leaves(own, value)
 
 
 def local(optimizer: Optimizer) -> State:
