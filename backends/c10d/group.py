@@ -732,9 +732,9 @@ class C10dGroup(Group):
                 warn_at *= 2
             try:
                 self._watch.look(call)
-            except ShardkitError:
+            except ShardkitError as found:
                 connections.never_destroy()
-                raise
+                raise found from found.__cause__  # without the end of a slice of waiting, which says nothing
             if isinstance(work, Agreement) and waited > 3 * SLICE.total_seconds():
                 self._probe(call)
             try:
@@ -753,7 +753,7 @@ class C10dGroup(Group):
             "a longer timeout= to init_process_group or new_group"
         )
         self._watch.fail(message, lost=True)
-        raise RankLostError(message)
+        raise RankLostError(message) from None
 
     def _raise(self, error: RuntimeError, call: Call) -> NoReturn:
         connections.never_destroy()
