@@ -189,4 +189,4 @@ def _end_threads() -> None:
 
 def _let_go() -> None:
     for user in list(_users):
-        user.process_group = None
+        user.process_group = DESTROYED

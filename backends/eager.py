@@ -168,6 +168,16 @@ class ImaginedGroup(Group):
         return
 
 
+class OneRank(ImaginedGroup):
+    """A rank by itself: what it sends is what arrives."""
+
+    def _keep(self, received: Tensor, sent: Tensor, *terms: object) -> Work:
+        received.detach().copy_(sent.detach())
+        return DONE
+
+    _all_gather = _reduce_scatter = _all_to_all = _keep  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class RanksInName:
     """Stands for a process group whose other ranks can't be reached, where only FSDP's structure is wanted."""

@@ -139,7 +139,7 @@ class TpuGroup(StreamGroup):
     def new_group(self, ranks: Sequence[int]) -> TpuGroup | None:
         """Makes a sub-group of these ranks; None on the others, which make groups of that size among themselves."""
         members = check_members(self, ranks)
-        if self.process_group is not None and len(members) < self.world_size:
+        if len(members) < self.world_size:
             self._check_partition(members)
             others = [r for r in range(self.world_size) if r not in members]
             size = len(members)

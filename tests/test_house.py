@@ -12,7 +12,7 @@ LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_174,
-    "compat": 9_334,
+    "compat": 9_318,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 830,
@@ -22,11 +22,11 @@ PARTS = {
     "shardkit/model_parallel": 1_502,
     "shardkit/optimizer_state": 1_319,
     "shardkit/optimizers": 538,
-    "shardkit/oss": 3_062,
+    "shardkit/oss": 3_068,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_576,
     "shardkit/tools": 7_515,
-    "shardkit/torch_seams": 1_291,
+    "shardkit/torch_seams": 1_301,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_771,
     "shardkit/wrapping": 1_012,

@@ -49,7 +49,7 @@ from shardkit.types import ProcessGroup, T
 from .. import connections
 from ..diagnosis.stack_report import AGREEMENT, Call, CallFacts, uncounted
 from ..diagnosis.watchdog import STORE_THREAD, NoAnswer, Watch
-from ..eager import GroupInName, RanksInName
+from ..eager import GroupInName, ImaginedGroup, OneRank, RanksInName
 from ..processes import RankPool
 
 # ------------------------------------------------------------ tensors on their way
@@ -381,7 +381,7 @@ class C10dGroup(Group):
     """Ranks of a torch.distributed process group.
 
     Args:
-        process_group: torch's object; None for a single rank that never communicates.
+        process_group: torch's object.
         ranks: global rank of each member.
         parent: the group that this is a channel or a sub-group of.
     """
@@ -394,7 +394,7 @@ class C10dGroup(Group):
     def __init__(
         self,
         backend: Backend,
-        process_group: dist.ProcessGroup | None,
+        process_group: dist.ProcessGroup,
         ranks: Sequence[int],
         rank: int,
         name: str = MAIN,
@@ -402,7 +402,7 @@ class C10dGroup(Group):
     ) -> None:
         self.backend = backend
         self.process_group: Any = process_group
-        self._real = None if process_group is None else weakref.ref(process_group)
+        self._real = weakref.ref(process_group)
         self.ranks = tuple(ranks)
         self.rank = rank
         self.world_size = len(self.ranks)
@@ -412,35 +412,31 @@ class C10dGroup(Group):
         self._channels: dict[str, C10dGroup] = {}
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
-        if process_group is not None:
-            connections.register(process_group, self if self.ends_at_exit else None)
-            connections.belongs_here(self)
-            if parent is None:  # the user's, which lasts as long as torch has it
-                self._timeout = connections.timeout_of(process_group, backend.device_type)
-                self.process_group = weakref.proxy(process_group)
-            else:
-                self._timeout = parent._timeout
+        connections.register(process_group, self if self.ends_at_exit else None)
+        connections.belongs_here(self)
+        if parent is None:  # the user's, which lasts as long as torch has it
+            self._timeout = connections.timeout_of(process_group, backend.device_type)
+            self.process_group = weakref.proxy(process_group)
+        else:
+            self._timeout = parent._timeout
         self._watch: Watch = self._new_watch() if parent is None or name == MAIN else parent._watch
-        self._order = CallOrder() if name in ORDERED_CHANNELS and process_group is not None else None
+        self._order = CallOrder() if name in ORDERED_CHANNELS else None
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
         self._probes: list[TorchWork] = []  # works that may never end
 
     def of_torch(self) -> dist.ProcessGroup | None:
         """Returns torch's object itself, of which ``process_group`` may be a proxy."""
-        return None if self._real is None else self._real()
+        return self._real()
 
     def _new_watch(self) -> Watch:
-        store = None if self.process_group is None else self._store()
-        return Watch(store, self.rank, self.world_size, "watch", self.ranks)
+        return Watch(self._store(), self.rank, self.world_size, "watch", self.ranks)
 
     # ------------------------------------------------------------ groups
     def channel(self, name: str) -> C10dGroup:
         """Returns a group of the same ranks over connections of its own: calls in different channels never meet."""
-        if self.process_group is None:
-            return self
         if name not in self._channels:
-            pg = self._meet(f"channel {name!r}", f"channel/{name}", list(range(self.world_size)))
+            pg: Any = self._meet(f"channel {name!r}", f"channel/{name}", list(range(self.world_size)))
             self._channels[name] = type(self)(self.backend, pg, self.ranks, self.rank, name, self)
         return self._channels[name]
 
@@ -451,8 +447,6 @@ class C10dGroup(Group):
         """Returns a sub-group of these group ranks; None on the others."""
         members = check_members(self, ranks)
         global_ranks = [self.ranks[r] for r in members]
-        if self.process_group is None:
-            return type(self)(self.backend, None, global_ranks, 0)
         pg = self._meet(f"a group of ranks {members}", f"group/{'_'.join(map(str, members))}", members)
         if pg is None:
             return None
@@ -497,7 +491,7 @@ class C10dGroup(Group):
     def agree(self, what: str) -> None:
         if self._order is not None:
             self._follow("agreement", 0, what)
-        elif self.process_group is not None:
+        else:
             self._agree(("agreement", 0, what))
 
     def _agree(self, key: tuple[str, int, str]) -> None:
@@ -563,8 +557,6 @@ class C10dGroup(Group):
         own = pieces[self.rank]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self.process_group is None:
-            return DONE
         if self._order is not None and not self._order.expects(  # here, for it would cost a call
             key := ("all_gather_into", output.numel(), label)
         ):
@@ -598,9 +590,6 @@ class C10dGroup(Group):
         plan = self._exchanges.get(sizes := tuple(parts))
         if plan is None:
             plan = self._exchanges[sizes] = ReduceScatterPlan(self.rank, sizes)
-        if self.process_group is None:
-            shard.copy_(input)
-            return DONE
         if plan.in_rounds:
             return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
         # of two ranks the own part stays where it is, and the other's is added to where it arrives
@@ -648,9 +637,6 @@ class C10dGroup(Group):
     def _all_to_all(
         self, output: Tensor, input: Tensor, come: Sizes, go: Sizes, even: bool, async_op: bool, label: str
     ) -> Work:
-        if self.process_group is None:
-            output.copy_(input)
-            return DONE
         numel = input.numel()
         if input.dtype not in self._dtypes:
             size = input.element_size()
@@ -660,7 +646,7 @@ class C10dGroup(Group):
         return self._issue([work], "all_to_all", numel, label, async_op)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool, label: str) -> Work:
-        if self.process_group is None or not tensor.numel():
+        if not tensor.numel():
             return DONE
         wire, sent = self._to_sum("all_reduce", tensor)
         self._follow("all_reduce", tensor.numel(), label)
@@ -671,7 +657,7 @@ class C10dGroup(Group):
         return self._issue([work], "all_reduce", tensor.numel(), label, async_op, after)
 
     def _reduce(self, tensor: Tensor, dst: int, op: ReduceOp, async_op: bool, label: str) -> Work:
-        if self.process_group is None or not tensor.numel():
+        if not tensor.numel():
             return DONE
         wire, sent = self._to_sum("reduce", tensor)
         options = dist.ReduceOptions()
@@ -681,7 +667,7 @@ class C10dGroup(Group):
         return self._issue([work], f"reduce(dst={dst})", tensor.numel(), label, async_op, after)
 
     def _broadcast(self, tensor: Tensor, src: int, async_op: bool, label: str) -> Work:
-        if self.process_group is None or not tensor.numel():
+        if not tensor.numel():
             return DONE
         wire = tensor.contiguous()
         sent = wire if wire.dtype in self._dtypes else as_bytes(wire)
@@ -705,8 +691,7 @@ class C10dGroup(Group):
         return None if wire is tensor and divisor == 1 else functools.partial(finish, tensor, wire, divisor)
 
     def barrier(self, *, label: str = "") -> None:
-        if self.process_group is not None:
-            self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
+        self._issue([self._start(self.process_group.barrier)], "barrier", 0, label, False)
 
     # ------------------------------------------------------------ a wait that lasts
     def wait_on(self, work: TorchWork, error: RuntimeError, call: Call) -> None:
@@ -792,20 +777,14 @@ class C10dGroup(Group):
     # ------------------------------------------------------------ objects
     # The bytes are received into a bytearray that pickle reads in place, so neither numpy nor a copy is needed.
     def all_gather_object(self, obj: T, *, label: str = "") -> list[T]:
-        if self.process_group is None:
-            return [obj]
         return [pickle.loads(part) for part in self._gathered(*announce(self, obj, True, label), label)]
 
     def all_gather_bytes(self, data: bytes, *, label: str = "") -> list[bytes]:
-        if self.process_group is None:
-            return [data]
         sizes = sizes_of(self, len(data), label)
         return [bytes(part) for part in self._gathered(bytearray(data), sizes, label)]
 
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         check_member(self, "gather_object", dst)
-        if self.process_group is None:
-            return [obj]
         packed, sizes = announce(self, obj, True, label)
         data = as_tensor(packed).to(self.backend.device())
         here, world = self.rank == dst, self.world_size
@@ -816,8 +795,6 @@ class C10dGroup(Group):
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
         check_member(self, "broadcast_object", src)
-        if self.process_group is None:
-            return obj
         here = self.rank == src
         data, sizes = announce(self, obj, here, label)
         received = self._spread(data, sizes[src], src, label)
@@ -866,7 +843,7 @@ class C10dBackend(Backend):
         """
 
     def group(self, process_group: ProcessGroup = None) -> Group:
-        if isinstance(process_group, C10dGroup):
+        if isinstance(process_group, C10dGroup | ImaginedGroup):
             return process_group
         if isinstance(process_group, dist.ProcessGroup) or process_group is None:
             return self._of_torch(process_group)
@@ -880,7 +857,7 @@ class C10dBackend(Backend):
         size = size_of(process_group)
         if size is not None:
             if size == 1:
-                return C10dGroup(self, None, [0], 0)
+                return OneRank(self, [0])
             raise ConfigurationError(
                 f"{type(process_group).__name__} has {size} ranks but can't communicate; pass a torch.distributed group"
             )

@@ -140,14 +140,13 @@ _QUESTIONS = "called"
 
 
 class Board:
-    """Entries by key. Once the store's server is gone it is empty and takes nothing: the collective itself fails next.
+    """Entries by key.
 
-    Args:
-        store: None for a group of one rank, whose board is closed.
+    Once the store's server is gone it is empty and takes nothing: the collective itself fails next.
     """
 
-    def __init__(self, store: Store | None, name: str) -> None:
-        self._store = PrefixStore(f"shardkit/{name}", store) if store is not None else None
+    def __init__(self, store: Store, name: str) -> None:
+        self._store: Store | None = PrefixStore(f"shardkit/{name}", store)
 
     is_open = property(lambda self: self._store is not None)
 
@@ -220,7 +219,7 @@ class Watch:
     """
 
     def __init__(
-        self, store: Store | None, rank: int, world_size: int, name: str, ranks: Sequence[int] | None = None
+        self, store: Store, rank: int, world_size: int, name: str, ranks: Sequence[int] | None = None
     ) -> None:
         self._board = Board(store, name)
         self._rank, self._world_size = rank, world_size
@@ -246,7 +245,7 @@ class Watch:
         self._failed = False
         belongs_here(self)
         _watchdog.watches.add(self)
-        if self._board.is_open and world_size > 1:
+        if world_size > 1:
             _watchdog.begin()
             _publish_uncaught_errors()
 

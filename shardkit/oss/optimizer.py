@@ -84,6 +84,10 @@ class OSS(Optimizer):
         **defaults: arguments of ``optim``. Options of its param groups are the same on all ranks, or the update would
             not be; what a class of yours has for each rank is told by ``functools.partial(Class, name=...)``.
 
+    Attributes:
+        rank: this rank's place among those that share the state.
+        world_size: how many share it.
+
     Raises:
         ConfigurationError: ``optim`` is no optimizer class; the parameters are on several devices; there is no
             process group, or this rank is no member of it.
@@ -128,7 +132,7 @@ class OSS(Optimizer):
         elif masters:
             optim = with_masters(optim)
         self._group: Group = self._backend.group(group)
-        self.rank, self.world_size = self._group.rank, self._group.world_size  # how many share the state
+        self.rank, self.world_size = self._group.rank, self._group.world_size
         self._partition: Partition = partition
         self._loads = [0] * self._group.world_size
         self._owner: dict[nn.Parameter, int] = {}
@@ -259,8 +263,11 @@ class OSS(Optimizer):
 
     def refresh_trainable(self) -> None:
         """Takes note of parameters that were frozen or unfrozen. State that exists is kept."""
-        if [p.requires_grad for p in self._all] == self._trainable:
-            return
+        if [p.requires_grad for p in self._all] != self._trainable:
+            self._lay_out_anew()
+
+    def _lay_out_anew(self) -> None:
+        """Lays out what may get a gradient now, and lets the inner optimizer update it (collective)."""
         self._lay_out()
         for index, group in enumerate(self.optim.param_groups):
             group.update(self._inner_group(index))
@@ -308,8 +315,7 @@ class OSS(Optimizer):
         if not self._before_step:  # else they were reduced to their owners
             self._agreed_gradients.check(self._group, self._all, self._are_owned)
             if self._left_out and any(p.grad is not None for p in self._left_out):
-                self._trainable = []  # laid out anew, as on all ranks, which have the same gradients
-                self.refresh_trainable()
+                self._lay_out_anew()  # as all ranks do, which have the same gradients
 
     def _with_check(self, closure: Callable[[], Tree]) -> Callable[[], Tree]:
         @functools.wraps(closure)

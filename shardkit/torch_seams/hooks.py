@@ -26,8 +26,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -208,6 +209,13 @@ class _Kept(OrderedDict[int, AnyCallable]):
 _not_compiled: set[CodeType] = set()  # closures have that of the function which makes them
 
 
+class HookHandles(NamedTuple):
+    """The handles of one parameter's hooks: that for when it is about to get a gradient, if any, and when it has it."""
+
+    before: RemovableHandle | None
+    after: RemovableHandle
+
+
 class GradientHooks:
     """Hooks on parameters, removable together; they end with this object.
 
@@ -220,7 +228,7 @@ class GradientHooks:
     """
 
     def __init__(self, refusal: str = "") -> None:
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[HookHandles] = []  # of each parameter
         self._hooks: list[GradientHook] = []
         self._refusal = refusal
 
@@ -229,24 +237,26 @@ class GradientHooks:
         for hook in (before, after):
             if isinstance(hook, FunctionType) and hook.__code__ not in _not_compiled:
                 _not_compiled.add(not_compiled(hook).__code__)
+        first = None
         if before is not None:
             self._hooks.append(before)
-            self.handles.append(param.register_hook(weakref.proxy(before)))
+            first = param.register_hook(weakref.proxy(before))
         self._hooks.append(after)
         after = weakref.proxy(after)
         hooks: Any = param._post_accumulate_grad_hooks
         if hooks is None and self._refusal:
             hooks = param._post_accumulate_grad_hooks = _Kept()
         if isinstance(hooks, _Kept):
-            self.handles.append(handle := RemovableHandle(hooks))
+            handle = RemovableHandle(hooks)
             super(_Kept, hooks).__setitem__(handle.id, after)
             if self._refusal:
                 hooks.refusals = {**hooks.refusals, handle.id: self._refusal}
         else:  # somebody's hooks were there first, and handles to remove them with
-            self.handles.append(param.register_post_accumulate_grad_hook(after))
+            handle = param.register_post_accumulate_grad_hook(after)
+        self.handles.append(HookHandles(first, handle))
 
     def remove(self) -> None:
-        for handle in self.handles:
+        for handle in filter(None, chain(*self.handles)):
             handle.remove()
         self.handles.clear()
         self._hooks.clear()
