@@ -156,9 +156,11 @@ class ImaginedGroup(Group):
         return [obj] * self.world_size
 
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
+        check_member(self, "gather_object", dst)
         return [obj] * self.world_size if dst == self.rank else None
 
     def broadcast_object(self, obj: T, src: int, *, label: str = "") -> T:
+        check_member(self, "broadcast_object", src)
         return obj
 
     def agree(self, what: str) -> None:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_174,
-    "compat": 9_318,
+    "backends": 7_158,
+    "compat": 9_334,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 830,

@@ -402,7 +402,7 @@ class C10dGroup(Group):
     ) -> None:
         self.backend = backend
         self.process_group: Any = process_group
-        self._real = weakref.ref(process_group)
+        self.of_torch = weakref.ref(process_group)  # itself, of which process_group may be a proxy
         self.ranks = tuple(ranks)
         self.rank = rank
         self.world_size = len(self.ranks)
@@ -424,10 +424,6 @@ class C10dGroup(Group):
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
         self._probes: list[TorchWork] = []  # works that may never end
-
-    def of_torch(self) -> dist.ProcessGroup | None:
-        """Returns torch's object itself, of which ``process_group`` may be a proxy."""
-        return self._real()
 
     def _new_watch(self) -> Watch:
         return Watch(self._store(), self.rank, self.world_size, "watch", self.ranks)

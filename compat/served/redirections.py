@@ -43,12 +43,6 @@ REDIRECTED = [
         "it times phases on any device, without extra code",
     ),
     Redirection(
-        "experimental.nn.data_parallel.gossip: HANDLER_AND_LEVEL_SET communicate() create_process_group() "
-        "group_by_dtype() make_logger()",
-        "torch.distributed and logging",
-        "SlowMo has no need of it here",
-    ),
-    Redirection(
         "experimental.nn.distributed_pipeline.data: DataConsumer ConsumerType; "
         "experimental.nn.distributed_pipeline.graph: DataSource MultiInputSequential Node "
         "PipelineModulesGraph NodeDataConsumer RemoteSequential(); "
@@ -130,27 +124,12 @@ REDIRECTED = [
         "fairscale itself dropped it in 0.4.11",
     ),
     Redirection(
-        "nn.data_parallel: alloc_storage_() cast_floats_to_right_precision() free_storage_() p_assert()",
-        "torch.Tensor.to and torch.UntypedStorage.resize_",
-        "steps within FSDP's forward, which needs no helper for them now",
-    ),
-    Redirection(
-        "nn.misc.param_bucket: Bucket GradBucket ParamBucket",
-        "shardkit.OSS and ShardedDDP",
-        "their buffers are their own; OSS.buckets shows parameters' here, too",
-    ),
-    Redirection(
         "nn.model_parallel.random: CheckpointFunction",
         "shardkit.model_parallel.checkpoint",
         "one autograd function runs a checkpointed call again and puts its random state back",
     ),
     Redirection(
         "nn.pipe.async_pipe: PartitionInfo", "shardkit.nn.pipe.AsyncPipe", "a rank holds one run of layers"
-    ),
-    Redirection(
-        "nn.pipe.async_pipe: check_balance() verify_module()",
-        "shardkit.nn.pipe.AsyncPipe(module, balance)",
-        "it checks its layers when it is made",
     ),
     Redirection(
         "nn.pipe.async_pipeline: AsyncPipeline",
@@ -165,8 +144,8 @@ REDIRECTED = [
         "a stage sends and receives in a fixed order, without an event loop",
     ),
     Redirection(
-        "nn.pipe.checkpoint: Checkpoint Checkpointing Recompute Context Function RNGStates Recomputed "
-        "save_rng_states() restore_rng_states()",
+        "nn.pipe.checkpoint: Checkpoint Recompute Context RNGStates Recomputed save_rng_states() "
+        "restore_rng_states()",
         "shardkit.nn.checkpoint.checkpoint_wrapper or torch.utils.checkpoint",
         "one autograd function runs a checkpointed call again and puts its random state back",
     ),
@@ -176,22 +155,12 @@ REDIRECTED = [
         "torch orders copies between devices, in backward too",
     ),
     Redirection(
-        "nn.pipe.dependency: Fork Join fork() join(); nn.pipe.phony: get_phony()",
-        "shardkit.nn.pipe.Pipe",
-        "one thread issues the cells, in an order that backward keeps",
-    ),
-    Redirection(
         "nn.pipe.messages: RpcTransport SendRecvTransport Transport MESSAGE_TENSOR_SIZE MessageQueues "
         "MakeTransport() rpc_push_queue() to_input_device(); nn.pipe.types: PipeMessage "
         "ACTIVATIONS_GRADS_QUEUE EVENT_LOOP_ACTIVATIONS_QUEUE EVENT_LOOP_GRADIENTS_QUEUE EVENT_LOOP_QUEUE "
         "MESSAGE_GENERATION_START MessageGeneration PORTAL_QUEUE SKIP_TENSOR_QUEUE",
         "shardkit.nn.pipe.AsyncPipe, or torch.distributed.isend and irecv",
         "stages send over their process group",
-    ),
-    Redirection(
-        "nn.pipe.pipe: recommend_auto_balance() split_module() verify_splitting()",
-        "shardkit.nn.pipe.Pipe(module, balance)",
-        "it cuts and checks its layers when it is made",
     ),
     Redirection(
         "nn.pipe.pipeline: Pipeline ExcInfo copy() depend() wait()",
@@ -216,12 +185,6 @@ REDIRECTED = [
         "use_skip_tracker()",
         "shardkit.nn.pipe.skip.skippable",
         "skip tensors are arguments and results that autograd sees",
-    ),
-    Redirection(
-        "nn.pipe.stream: AbstractStream CPUStream CPUStreamType as_cuda() current_stream() default_stream() "
-        "get_device() is_cuda() new_stream() record_stream() use_device() use_stream() wait_stream()",
-        "torch.Stream and torch.accelerator",
-        "torch has streams of any device",
     ),
     Redirection(
         "nn.pipe.worker: Task ExcInfo create_workers() join_workers() spawn_workers() worker()",

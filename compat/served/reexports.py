@@ -56,8 +56,8 @@ MOVED = {name: now for now, names in _BEFORE.items() for name in names.split()}
 REEXPORTED = {
     "experimental.nn.ampnet_pipe.ampnet":
     "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.async_schedule: AsyncMessageBody, "
-    "AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper; nn.pipe.checkpoint: Checkpointing; "
-    "nn.pipe.messages: Transport; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: "
+    "AsyncMessageType, AsyncRecvOperator, Location, ModuleWrapper; nn.pipe.messages: Transport; "
+    "nn.pipe.parts: Checkpointing; nn.pipe.types: PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: "
     "Batch",
     "experimental.nn.ampnet_pipe.pipe":
     "experimental.nn.ampnet_pipe.ampnet: AsyncAMPnetEventLoop; pipeline.async_pipe: AsyncPipe",
@@ -71,9 +71,9 @@ REEXPORTED = {
     "experimental.nn.distributed_pipeline.pipeline: DistributedPipeline",
     "experimental.nn.distributed_pipeline.graph": "experimental.nn.distributed_pipeline.data: DataConsumer",
     "experimental.nn.distributed_pipeline.partition_handler":
-    "experimental.nn.distributed_pipeline.data: DataConsumer; nn.pipe: microbatch; nn.pipe.checkpoint: "
-    "Checkpointing; nn.pipe.dependency: fork, join; nn.pipe.stream: as_cuda, current_stream, is_cuda, "
-    "use_device, use_stream; nn.pipe.worker: Task, create_workers; pipeline.microbatch: Batch",
+    "experimental.nn.distributed_pipeline.data: DataConsumer; nn.pipe: microbatch; nn.pipe.parts: "
+    "Checkpointing, as_cuda, current_stream, fork, is_cuda, join, use_device, use_stream; nn.pipe.worker: "
+    "Task, create_workers; pipeline.microbatch: Batch",
     "experimental.nn.distributed_pipeline.pipeline":
     "experimental.nn.distributed_pipeline.data: DataConsumer; experimental.nn.distributed_pipeline.graph: "
     "Node, PipelineModulesGraph; experimental.nn.distributed_pipeline.partition_handler: "
@@ -108,18 +108,18 @@ REEXPORTED = {
     "patch_batchnorm, thread_local",
     "nn.checkpoint.checkpoint_utils": "wrapping.activations: patch_batchnorm",
     "nn.data_parallel":
-    "flattening.wrapper: no_key_translation as no_pre_load_state_dict_hook; nn.misc.param_bucket: GradBucket; "
+    "flattening.bucket: GradBucket; flattening.wrapper: no_key_translation as no_pre_load_state_dict_hook; "
     "flattening.wrapper: FlattenParamsWrapper; internal.params: ReduceScatterBucketer, Workhandle, apply_to_tensors, "
     "calc_grad_norm, chunk_and_pad, enable_nccl_base_collectives, enable_pytorch_sync_bn, get_global_rank, "
     "recursive_copy_to_device, replace_by_prefix_, validate_process_group; nn.data_parallel: fsdp_optim_utils as ou",
     "nn.data_parallel.fsdp_optim_utils":
     "flattening.wrapper: FlattenParamsWrapper; nn.data_parallel: check_param_counts_before_sharding, "
     "is_singleton_tensor",
-    "nn.misc": "nn.misc.param_bucket: GradBucket, ParamBucket",
     "nn.misc.flatten_params_wrapper":
     "flattening.wrapper: FlatParameter, ParamGroups, WRAPPED; flattening.wrapper: "
     "FlattenParamsWrapper; internal.params: replace_by_prefix_; nn.misc: _post_state_dict_hook, "
     "_pre_load_state_dict_hook",
+    "nn.misc.param_bucket": "flattening.bucket: Bucket, GradBucket, ParamBucket",
     "nn.model_parallel.cross_entropy":
     "model_parallel.groups: VocabUtility, get_model_parallel_group, get_model_parallel_rank, "
     "get_model_parallel_world_size; model_parallel.regions: vocab_parallel_cross_entropy",
@@ -144,75 +144,79 @@ REEXPORTED = {
     "model_parallel.moe: Top2Gate, gumbel_rsample, one_hot, top2gating; nn.moe: gumbel_map",
     "nn.pipe.async_pipe":
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe: microbatch; nn.pipe.async_pipeline: "
-    "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: Tensors; "
-    "nn.pipe.skip.skippable: Skippable; pipeline.async_pipe: AsyncPipe, LazyModule; pipeline.microbatch: "
-    "DeferredBatchNorm, Value as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
+    "AsyncPipeline; nn.pipe.async_schedule: Invocation, Location, ModuleWrapper; nn.pipe.parts: "
+    "LazyModule, Tensors, check_balance, verify_module; nn.pipe.skip.skippable: Skippable; "
+    "pipeline.async_pipe: AsyncPipe; pipeline.microbatch: DeferredBatchNorm, Value "
+    "as TensorOrTensors; pipeline.pipe: MOVING_DENIED; pipeline.skip: SkipLayout",
     "nn.pipe.async_pipeline":
     "nn.pipe.async_schedule: AsyncEventLoop, ModuleWrapper; nn.pipe.messages: MakeTransport; "
     "nn.pipe.skip.tracker: SkipTrackerThroughPotals; pipeline.microbatch: Batch; pipeline.skip: "
     "SkipLayout",
     "nn.pipe.async_schedule":
-    "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.checkpoint: Checkpointing; nn.pipe.messages: "
-    "Transport; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: PipeMessage; "
-    "nn.pipe.worker: Task; pipeline.microbatch: Batch",
+    "model_parallel.groups: get_pipeline_parallel_ranks; nn.pipe.messages: Transport; nn.pipe.parts: "
+    "Checkpointing; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.types: "
+    "PipeMessage; nn.pipe.worker: Task; pipeline.microbatch: Batch",
     "nn.pipe.balance":
-    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, profile_times; "
-    "pipeline.pipe: Device",
+    "nn.pipe.parts: TensorOrTensors, Tensors, balance_by_size, balance_by_time, profile_sizes, "
+    "profile_times; pipeline.pipe: Device",
     "nn.pipe.balance.blockpartition": "nn.pipe.parts: solve",
     "nn.pipe.balance.profile":
-    "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; pipeline.microbatch: "
-    "Batch, Value as TensorOrTensors; pipeline.pipe: Device",
+    "nn.pipe.parts: Tensors, detach, layerwise_sandbox, profile_sizes, profile_times; "
+    "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: Device",
     "nn.pipe.batchnorm":
     "pipeline.microbatch: DeferredBatchNorm, TModule; wrapping.activations: is_recomputing",
     "nn.pipe.checkpoint":
-    "nn.pipe.dependency: fork, join; nn.pipe.parts: TensorOrTensors, Tensors; nn.pipe.phony: get_phony; "
-    "pipeline.microbatch: Batch; wrapping.activations: ThreadLocalCheckpointingState as ThreadLocal, "
-    "enable_checkpointing, enable_recomputing, is_checkpointing, is_recomputing, thread_local",
+    "nn.pipe.parts: CheckpointedFunction as Function, Checkpointing, TensorOrTensors, Tensors, _UNKNOWN, "
+    "fork, get_phony, join; pipeline.microbatch: Batch; wrapping.activations: "
+    "ThreadLocalCheckpointingState as ThreadLocal, enable_checkpointing, enable_recomputing, "
+    "is_checkpointing, is_recomputing, thread_local",
     "nn.pipe.copy":
-    "nn.pipe.parts: Tensors; nn.pipe.stream: current_stream, get_device, record_stream, use_stream, "
-    "wait_stream",
-    "nn.pipe.dependency": "nn.pipe.phony: get_phony",
+    "nn.pipe.parts: Tensors, current_stream, get_device, record_stream, use_stream, wait_stream",
+    "nn.pipe.dependency": "nn.pipe.parts: Fork, Join, fork, get_phony, join",
     "nn.pipe.messages":
     "internal.params: pyobject_to_tensor, tensor_to_pyobject; model_parallel.groups: "
     "get_pipeline_parallel_group; nn.pipe.types: PipeMessage",
     "nn.pipe.microbatch":
     "nn.pipe.parts: BatchFunction as Function, TensorOrTensors, Tensors, gather, scatter; "
     "pipeline.microbatch: Batch, check",
-    "nn.pipe.phony": "nn.pipe.stream: default_stream, use_stream",
+    "nn.pipe.phony": "nn.pipe.parts: default_stream, get_phony, use_stream",
     "nn.pipe.pipe":
-    "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors; nn.pipe.pipeline: "
-    "Pipeline; nn.pipe.stream: new_stream; pipeline.microbatch: BalanceError, DeferredBatchNorm, Value as "
-    "TensorOrTensors, verify_module; pipeline.pipe: Device, MOVING_DENIED, Pipe; pipeline.skip: "
-    "inspect_skip_layout, verify_skippables",
+    "internal: torch_version; nn.pipe: microbatch; nn.pipe.parts: Devices, Module, Tensors, new_stream, "
+    "recommend_auto_balance, split_module, verify_splitting; nn.pipe.pipeline: Pipeline; "
+    "pipeline.microbatch: BalanceError, DeferredBatchNorm, Value as TensorOrTensors, verify_module; "
+    "pipeline.pipe: Device, MOVING_DENIED, Pipe; "
+    "pipeline.skip: inspect_skip_layout, verify_skippables",
     "nn.pipe.pipeline":
-    "nn.pipe.checkpoint: Checkpointing; nn.pipe.copy: Copy, Wait; nn.pipe.dependency: fork, join; "
-    "nn.pipe.parts: Tensors; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; "
-    "nn.pipe.stream: current_stream, use_device; nn.pipe.worker: Task, create_workers, join_workers; "
-    "pipeline.microbatch: Batch, Value as TensorOrTensors; pipeline.pipe: ticks as clock_cycles; "
-    "pipeline.skip: SkipLayout",
+    "nn.pipe.copy: Copy, Wait; nn.pipe.parts: Checkpointing, Tensors, current_stream, fork, join, "
+    "use_device; nn.pipe.skip.tracker: SkipTrackerThroughPotals, use_skip_tracker; nn.pipe.worker: Task, "
+    "create_workers, join_workers; pipeline.microbatch: Batch, Value as TensorOrTensors; "
+    "pipeline.pipe: ticks as clock_cycles; pipeline.skip: SkipLayout",
     "nn.pipe.rpc":
     "model_parallel.groups: get_pipeline_parallel_group; nn.pipe.types: PipeMessage; pipeline.async_pipe: "
     "AsyncPipe, PipeRPCWrapper; pipeline.microbatch: Value as TensorOrTensors",
     "nn.pipe.skip.layout": "pipeline.skip: Namespace, SkipLayout, inspect_skip_layout",
     "nn.pipe.skip.namespace": "pipeline.skip: Namespace",
     "nn.pipe.skip.portal":
-    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.phony: get_phony; nn.pipe.stream: get_device; "
-    "pipeline.skip: Namespace",
+    "nn.pipe.copy: Context as CopyContext, Copy; nn.pipe.parts: get_device, get_phony; pipeline.skip: "
+    "Namespace",
     "nn.pipe.skip.skippable":
     "nn.pipe.parts: SkippableT as T, StashPopGenerator, TensorOrTensors, Tensors; nn.pipe.skip.tracker: "
     "current_skip_tracker; pipeline.microbatch: Batch; pipeline.skip: Namespace, Skippable, StashPop, pop, "
     "skippable, stash, verify_skippables",
     "nn.pipe.skip.tracker":
-    "nn.pipe.dependency: fork, join; nn.pipe.skip.portal: Portal; pipeline.microbatch: Batch; pipeline.skip: "
+    "nn.pipe.parts: fork, join; nn.pipe.skip.portal: Portal; pipeline.microbatch: Batch; pipeline.skip: "
     "Namespace, SkipLayout; wrapping.activations: is_checkpointing",
+    "nn.pipe.stream":
+    "nn.pipe.parts: AbstractStream, CPUStream, CPUStreamType, as_cuda, current_stream, default_stream, "
+    "get_device, is_cuda, new_stream, record_stream, use_device, use_stream, wait_stream",
     "nn.pipe.types":
     "nn.pipe.parts: InputDevice, Tensors; pipeline.async_pipe: LazyModule; pipeline.microbatch: Value as "
     "TensorOrTensors",
-    "nn.pipe.worker": "nn.pipe.stream: use_device, use_stream; pipeline.microbatch: Batch",
+    "nn.pipe.worker": "nn.pipe.parts: use_device, use_stream; pipeline.microbatch: Batch",
     "optim.grad_scaler":
     "internal: torch_version; optim: GradScaler, OptState, ShardedGradScaler",
     "optim":
-    "internal.params: calc_grad_norm, recursive_copy_to_device; nn.misc.param_bucket: ParamBucket",
+    "flattening.bucket: ParamBucket; internal.params: calc_grad_norm, recursive_copy_to_device",
     "training_checkpoints.handles": "checkpoint.saving: Handle",
     "training_checkpoints.rank_states": "checkpoint.rank_states: TakesRankStates",
 }

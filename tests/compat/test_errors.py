@@ -12,13 +12,35 @@ from torch import nn
 from shardkit.errors import ConfigurationError, LifecycleError, ShardkitError
 from shardkit.internal.containers import unpack_kwargs, unpack_non_tensors
 from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer
+from shardkit.nn.misc.param_bucket import GradBucket, ParamBucket
 from shardkit.optim import Adam, AdaScale, Precision
 from shardkit.utils.testing import DummyProcessGroup
+
+
+def _bucket() -> GradBucket:
+    return GradBucket(4, torch.float32, torch.device("cpu"), 0)
+
+
+def _twice() -> None:
+    bucket, param = _bucket(), nn.Parameter(torch.ones(2))
+    bucket.add_grad(param)
+    bucket.add_grad(param)
+
+
+def _parameter_twice() -> None:
+    bucket, param = ParamBucket(4, torch.float32, torch.device("cpu")), nn.Parameter(torch.ones(2))
+    bucket.add_param(param)
+    bucket.add_param(param)
 
 
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: _bucket().add_grad(nn.Parameter(torch.ones(5))),
+        lambda: ParamBucket(4, torch.float32, torch.device("cpu")).add_param(nn.Parameter(torch.ones(5))),
+        lambda: _bucket().add_grad(nn.Parameter(torch.ones(2).double())),
+        _twice,
+        _parameter_twice,
         lambda: unpack_kwargs(("a", "b"), (1,)),
         lambda: unpack_non_tensors((torch.ones(1),), {"is_tensor": [True, False], "objects": []}),
         lambda: unpack_non_tensors((), set()),  # type: ignore[arg-type]

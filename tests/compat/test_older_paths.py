@@ -16,6 +16,7 @@ from shardkit.internal import object as objects
 from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer
 from shardkit.nn import FlattenParamsWrapper, FullyShardedDataParallel
 from shardkit.nn.data_parallel import fsdp_optim_utils
+from shardkit.nn.misc import GradBucket, ParamBucket
 from shardkit.optim import OSS
 from shardkit.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from shardkit.utils.testing import DummyProcessGroup
@@ -136,6 +137,22 @@ def test_wrong_calls() -> None:
     bucketer.reduce_scatter_async([torch.ones(1)] * 2, DummyProcessGroup(0, 2))
     with pytest.raises(LifecycleError, match="call flush"):
         bucketer.teardown()
+    bucket = ParamBucket(3, torch.float32, torch.device("cpu"))
+    first = nn.Parameter(torch.ones(2))
+    bucket.add_param(first)
+    with pytest.raises(ConfigurationError, match="already"):
+        bucket.add_param(first)
+    with pytest.raises(ConfigurationError, match="2 of 3"):
+        bucket.add_param(nn.Parameter(torch.ones(2)))
+    with pytest.raises(ConfigurationError, match="float64"):
+        bucket.add_param(nn.Parameter(torch.ones(1).double()))
+    grads = GradBucket(3, torch.float32, torch.device("cpu"), 0)
+    with pytest.raises(LifecycleError, match="add_grad"):
+        grads.rebuild()
+    grads.add_grad(first)
+    grads.collapse()
+    with pytest.raises(LifecycleError, match="rebuild"):
+        grads.shrink()
 
 
 @pytest.mark.parametrize("name", ["body", "nowhere"])

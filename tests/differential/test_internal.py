@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 from shardkit.internal import containers, parallel, params, state_dict, version
 from shardkit.internal import object as objects
 from shardkit.internal.reduce_scatter_bucketer import ReduceScatterBucketer
+from shardkit.nn.misc.param_bucket import GradBucket, ParamBucket
 from shardkit.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from tests.pools import rank_pool
 
@@ -30,6 +31,7 @@ import fairscale.internal.params as their_params
 import fairscale.internal.reduce_scatter_bucketer as their_bucketer
 import fairscale.internal.state_dict as their_state_dict
 import fairscale.internal.version as their_version
+import fairscale.nn.misc.param_bucket as their_buckets
 import fairscale.optim.layerwise_gradient_scaler as their_layerwise
 
 pytestmark = pytest.mark.oracle
@@ -168,6 +170,57 @@ def test_state_dict_helpers() -> None:
 
 
 # ------------------------------------------------------------------ buckets
+def _bucket_program(param_class: Any, grad_class: Any, seed: int) -> list[Any]:
+    torch.manual_seed(seed)
+    some = [nn.Parameter(torch.randn(n, 2)) for n in (1, 3, 2)]
+    seen: list[Any] = []
+
+    def note(bucket: Any) -> None:
+        seen.append((bucket.buffer.dtype, bucket.buffer.tolist(), bucket._fill))
+        for p in some:
+            seen.append((p.tolist(), None if p.grad is None else p.grad.tolist()))
+
+    values = param_class(12, torch.float32, torch.device("cpu"))
+    for p in some:
+        values.add_param(p)
+    values.buffer.mul_(2)
+    note(values)
+    values.to("cpu", torch.float64)
+    values.buffer.add_(1)
+    note(values)
+    for p in some:
+        p.grad = None
+    values.to("cpu", torch.float32)
+    grads = grad_class(20, torch.float32, torch.device("cpu"), 1)
+    some[0].sum().backward()
+    for p in some:
+        seen.append((grads.can_add_grad_view(p), grads.all_checked_in))
+        grads.add_grad(p)
+        grads.params_checked_in += 1
+    seen += [grads.can_add_grad_view(some[0]), grads.all_checked_in, grads.sent, grads.destination]
+    (some[1].sum() * 3).backward()
+    note(grads)
+    grads.shrink()
+    grads.buffer.add_(1)
+    note(grads)
+    grads.zero()
+    note(grads)
+    grads.collapse()
+    note(grads)
+    some[2].sum().backward()
+    grads.rebuild()
+    note(grads)
+    grads.reset_checked_in()
+    seen += [grads.all_checked_in, grads.sent]
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_buckets(seed: int) -> None:
+    ours = _bucket_program(ParamBucket, GradBucket, seed)
+    assert ours == _bucket_program(their_buckets.ParamBucket, their_buckets.GradBucket, seed)
+
+
 def _inputs(rank: int, world_size: int, shapes: list[tuple[int, ...]]) -> list[list[torch.Tensor]]:
     made = torch.Generator().manual_seed(rank)
     return [[torch.randn(s, generator=made) for _ in range(world_size)] for s in shapes]

@@ -62,8 +62,6 @@ DIFFERENCES = [
     Difference("better", f"{SHARDED}.sync_buffers", "waits by default: what comes back can be read"),
     Difference("better", f"{SHARDED}.zero_grad", "set_to_none by default, as torch since 2.0"),
     Difference("redirected", "nn.data_parallel.fsdp_optim_utils.*", "steps within FSDP's methods, which do it all"),
-    Difference("redirected", "nn.data_parallel.fully_sharded_data_parallel.*", "steps within its forward"),
-    Difference("redirected", "nn.misc.param_bucket.*", "buffers of fairscale's OSS and ShardedDataParallel"),
     Difference("better", "nn.misc.flatten_params_wrapper.*.load_state_dict", "takes assign= as torch's modules do"),
     # ---------------------------------------------------------------- wrap
     Difference("better", "nn.wrap.auto_wrap.auto_wrap", "min_num_params=, as in fairscale's documentation"),
@@ -89,6 +87,7 @@ DIFFERENCES = [
     Difference("behaviour", "internal.containers.apply_to_type", "the data of a PackedSequence is replaced"),
     Difference("behaviour", "internal.params.calc_grad_norm", "fp64 gradients are not rounded to fp32"),
     Difference("behaviour", "internal.reduce_scatter_bucketer.ReduceScatterBucketer", "runs on any device"),
+    Difference("behaviour", "nn.misc.param_bucket.Bucket.to", "returns the bucket, as annotated"),
     # ---------------------------------------------------------------- helpers of tests
     Difference("redirected", f"{TESTING}.*", "tests of CUDA's clock, of CUDA 10 and of fairscale's streams"),
     Difference("better", f"{TESTING}.spawn_for_all_world_sizes", "devices are counted when it is called"),
@@ -100,7 +99,6 @@ DIFFERENCES = [
     Difference("better", "nn.pipe.checkpoint.ThreadLocal*", "the state of nn.checkpoint, which both ask"),
     # ---------------------------------------------------------------- experimental
     Difference("redirected", "experimental.*.cuda_metering.*", "timing of CUDA phases"),
-    Difference("redirected", "experimental.nn.data_parallel.gossip.*", "loggers, and messages by dtype"),
     Difference("redirected", "experimental.nn.mevo.*", "steps of what is one autograd function now"),
     Difference("redirected", "experimental.nn.ampnet_pipe.*", "an experiment with weights of different ages"),
     Difference("redirected", "experimental.nn.distributed_pipeline.*", "a pipeline over torch's remote modules"),

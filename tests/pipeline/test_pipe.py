@@ -13,7 +13,7 @@ from torch import nn
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.nn.pipe import Pipe, is_checkpointing, is_recomputing
 from shardkit.nn.pipe.batchnorm import DeferredBatchNorm
-from shardkit.nn.pipe.pipe import BalanceError
+from shardkit.nn.pipe.pipe import BalanceError, split_module
 from shardkit.nn.pipe.pipeline import clock_cycles
 from shardkit.nn.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
 
@@ -425,7 +425,7 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
     with pytest.raises(error, match=message):
         Pipe(**{"module": module, "balance": [1, 2], "devices": cpus(2), **arguments})
     with pytest.raises(BalanceError):
-        Pipe(module, [1], devices=cpus(1))
+        split_module(module, [1], [torch.device("cpu")])
 
 
 def test_shared_layers_and_parameters() -> None:

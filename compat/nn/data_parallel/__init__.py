@@ -521,6 +521,13 @@ def is_singleton_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() == 0
 
 
+def p_assert(cond: object, s: object) -> None:
+    """Prints and raises if a condition does not hold."""
+    if not cond:
+        print(s)
+        raise AssertionError(s)
+
+
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
     """Returns all FSDP modules in a module, itself included, the outermost first.
 
@@ -577,3 +584,36 @@ def auto_wrap_bn(
         return module
     with enable_wrap(config_auto_wrap_policy, wrapper_cls=FullyShardedDataParallel):
         return auto_wrap(module)
+
+
+def alloc_storage_(data: torch.Tensor, size: torch.Size) -> None:
+    """Gives a tensor that owns its storage the memory for ``size``, unless it has it."""
+    wanted = size.numel() * data.element_size()
+    if data.untyped_storage().size() != wanted:
+        data.untyped_storage().resize_(wanted)
+
+
+def free_storage_(data: torch.Tensor) -> None:
+    """Gives the memory of a tensor that owns its storage back."""
+    data.untyped_storage().resize_(0)
+
+
+def cast_floats_to_right_precision(
+    to_fp16: bool, no_grad: bool, *args: Tree, **kwargs: Tree
+) -> tuple[Args, Kwargs]:
+    """Returns arguments with fp32 tensors cast to fp16, or the other way round.
+
+    Args:
+        to_fp16: which way.
+        no_grad: cast without autograd, but keep ``requires_grad``.
+    """
+    source, target = (torch.float32, torch.float16) if to_fp16 else (torch.float16, torch.float32)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not source:
+            return x
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            y = x.to(target)
+        return y.requires_grad_(x.requires_grad) if y.is_leaf else y
+
+    return tree_map_only(torch.Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]

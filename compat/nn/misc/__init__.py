@@ -2,12 +2,13 @@
 
 from torch import nn
 
+from shardkit.flattening.bucket import GradBucket, ParamBucket
 from shardkit.flattening.wrapper import WRAPPED, FlattenParamsWrapper, rename_prefix
 from shardkit.types import StateDict
 
 from ..checkpoint import checkpoint_wrapper
 
-__all__ = ["FlattenParamsWrapper", "checkpoint_wrapper"]
+__all__ = ["FlattenParamsWrapper", "GradBucket", "ParamBucket", "checkpoint_wrapper"]
 
 
 # Named by wrappers that fairscale has pickled.

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from shardkit.backend import backend_for_device
 from shardkit.errors import ConfigurationError
 from shardkit.pipeline import microbatch
+from shardkit.pipeline.async_pipe import LazyModule
 from shardkit.pipeline.microbatch import Batch, in_tuple
 from shardkit.pipeline.microbatch import Value as TensorOrTensors
 from shardkit.pipeline.pipe import Device
 from shardkit.pipeline.skip import Skippable, StashPop
+from shardkit.wrapping.activations import call_checkpointed
 
 # ------------------------------------------------------------ types
 Tensors = tuple[torch.Tensor, ...]
 StashPopGenerator = Generator[StashPop, torch.Tensor | None, TensorOrTensors]
 SkippableT = TypeVar("SkippableT", bound=Skippable)
 InputDevice = int | str | torch.device | None
-Devices = Iterable[Device] | list[Device]
-Module = nn.Module
 
 
 # ------------------------------------------------------------ micro-batches
@@ -38,6 +41,79 @@ def scatter(input: TensorOrTensors, chunks: int) -> list[Batch]:
 
 def gather(outputs: list[Batch]) -> TensorOrTensors:
     return microbatch.join([batch.value for batch in outputs])
+
+
+# ------------------------------------------------------------ checkpointing
+class CheckpointedFunction(Protocol):
+    def __call__(self, input: TensorOrTensors) -> TensorOrTensors: ...
+
+
+class Checkpointing:
+    """A function and its input: :meth:`checkpoint` computes without keeping activations."""
+
+    def __init__(self, function: CheckpointedFunction, batch: Batch) -> None:
+        self.function = function
+        self.batch = batch
+
+    def checkpoint(self) -> Batch:
+        """Returns the function's result, whose activations backward computes again."""
+        # What parameters the function uses is not known: those of a module are, others as if there were some.
+        near = self.function if isinstance(self.function, nn.Module) else _UNKNOWN
+        value = call_checkpointed(self.function, (self.batch.value,), {}, near=near)
+        return Batch(value, self.batch.index)
+
+    def recompute(self, batch: Batch) -> None:
+        """Does nothing: backward comes to it by itself."""
+
+
+_UNKNOWN = nn.ParameterList([nn.Parameter(torch.empty(0))])
+
+
+# ------------------------------------------------------------ Pipe
+Devices = Iterable[Device] | list[Device]
+Module = nn.Module
+
+
+def recommend_auto_balance(message: str) -> str:
+    """Returns the message, and how to have the numbers of layers found."""
+    return message + microbatch.ADVICE
+
+
+def split_module(
+    module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
+) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
+    """Returns partitions on their devices, with the numbers of layers and the devices (superfluous ones are removed).
+
+    Raises:
+        BalanceError: (a ValueError) the numbers don't fit.
+        TooFewDevicesError: (an IndexError) fewer devices than partitions.
+    """
+    balance = list(balance)
+    microbatch.check_balance(len(module), balance, len(devices), "devices")
+    del devices[len(balance) :]
+    parts = microbatch.split_module(module, balance)
+    return nn.ModuleList(p.to(d) for p, d in zip(parts, devices, strict=True)), balance, devices
+
+
+def verify_splitting(
+    module: nn.Sequential,
+    partitions: Sequence[nn.Sequential],
+    balance: Iterable[int],
+    devices: list[torch.device],
+) -> None:
+    """Raises ConfigurationError (a ValueError) for a parameter on two devices."""
+    microbatch.verify_shared_parameters(partitions, devices)
+
+
+# ------------------------------------------------------------ AsyncPipe
+def check_balance(module: nn.Sequential | list[LazyModule], balance: list[int]) -> None:
+    """Raises BalanceError (a ValueError) for numbers of layers that don't fit."""
+    microbatch.check_balance(len(module), balance, len(balance), "ranks")
+
+
+def verify_module(module: nn.Sequential | list[LazyModule]) -> None:
+    """Raises ConfigurationError (a ValueError) for a layer that is there twice."""
+    microbatch.verify_distinct(module)
 
 
 # ------------------------------------------------------------ balance
@@ -85,6 +161,125 @@ def balance_by_size(
         device: where the layers run; of any kind (fairscale: CUDA only).
     """
     return balance_cost(profile_sizes(module, input, chunks, param_scale, torch.device(device)), partitions)
+
+
+# ------------------------------------------------------------ an order between parts of a backward
+# From torchgpipe (Kim et al. 2020, arXiv 2004.09910), section 3.1: an edge of autograd's graph that carries an empty
+# tensor. ``x, phony = fork(x)`` and later ``y = join(y, phony)``: backward finishes with y before it comes to x.
+@functools.cache
+def get_phony(device: torch.device, *, requires_grad: bool) -> torch.Tensor:
+    """Returns an empty tensor, shape [0], which costs no memory; the same one for the same arguments."""
+    return torch.empty(0, device=device, requires_grad=requires_grad)
+
+
+def fork(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the input, and a phony that comes from the same place of autograd's graph."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        return Fork.apply(input)  # type: ignore[no-any-return, no-untyped-call]
+    return input, get_phony(input.device, requires_grad=False)
+
+
+def join(input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
+    """Returns the input, whose backward comes before that of the phony's origin."""
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        return Join.apply(input, phony)  # type: ignore[no-any-return, no-untyped-call]
+    return input
+
+
+class Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return input.detach(), get_phony(input.device, requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_input: torch.Tensor, grad_grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad_input
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, input: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad_input: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad_input, None
+
+
+# ------------------------------------------------------------ streams
+# torch has all of it in ``torch.Stream`` and ``torch.accelerator``; what is added is a host that stands for a device
+# with one stream, on which all work is done when a call returns.
+class CPUStreamType:
+    """The class of :data:`CPUStream`."""
+
+
+CPUStream = CPUStreamType()
+"""The host's only stream."""
+
+AbstractStream = torch.Stream | CPUStreamType
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """Returns a new stream of a device; the host's is always the same."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """Returns the stream on which work for that device is issued."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+
+
+def default_stream(device: torch.device) -> AbstractStream:
+    """Returns the stream on which work is issued where nobody chose another."""
+    return CPUStream if device.type == "cpu" else torch.get_device_module(device).default_stream(device)
+
+
+@contextlib.contextmanager
+def use_device(device: torch.device) -> Generator[None]:
+    """Makes new tensors of the device's type, within this block, lie on this one of them."""
+    with contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
+        yield
+
+
+@contextlib.contextmanager
+def use_stream(stream: AbstractStream | None) -> Generator[None]:
+    """Issues work, within this block, on that stream (None and the host's: nothing changes)."""
+    if isinstance(stream, torch.Stream):
+        with torch.get_device_module(stream.device).stream(stream):
+            yield
+    else:
+        yield
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """Returns the device that a stream belongs to."""
+    return as_cuda(stream).device if is_cuda(stream) else torch.device("cpu")
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Makes what is issued on ``source`` from now on come after what ``target`` has been given so far."""
+    if is_cuda(target):
+        if is_cuda(source):
+            as_cuda(source).wait_stream(as_cuda(target))
+        else:  # the host itself
+            as_cuda(target).synchronize()
+
+
+def record_stream(tensor: torch.Tensor, stream: AbstractStream) -> None:
+    """Keeps a tensor's memory until what that stream has been given so far is done."""
+    if is_cuda(stream):
+        # A view's offset hides the storage's begin, which is what the allocator knows.
+        tensor.new_empty(0).set_(tensor.untyped_storage()).record_stream(as_cuda(stream))
+
+
+def is_cuda(stream: AbstractStream | None) -> bool:
+    """Says whether it is a device's stream (any device's, in spite of the name), not the host's."""
+    return isinstance(stream, torch.Stream)
+
+
+def as_cuda(stream: AbstractStream) -> torch.Stream:
+    """Returns the same stream, for type checkers: a device's."""
+    return cast("torch.Stream", stream)
 
 
 # ------------------------------------------------------------ how many layers each partition should get

@@ -947,7 +947,26 @@ class SlowMoDistributedDataParallel(SlowMoDataParallel):
     num_updates = property(attrgetter("_steps"))
 
 
-# ------------------------------------------------------------ its utils: loggers, messages
+# ------------------------------------------------------------ its utils: groups, loggers, messages
+HANDLER_AND_LEVEL_SET: set[logging.Logger] = set()
+
+
+def create_process_group(ranks: list[int]) -> dist.ProcessGroup:
+    return dist.new_group(ranks=ranks)
+
+
+def make_logger(rank: int, verbose: bool = True) -> logging.Logger:
+    """Returns this module's logger, writing to stdout with the rank in front."""
+    logger = logging.getLogger(__name__)
+    if logger not in HANDLER_AND_LEVEL_SET:
+        handler = logging.StreamHandler(stream=sys.stdout)
+        handler.setFormatter(logging.Formatter(f"{rank}: %(levelname)s -- %(threadName)s -- %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+        HANDLER_AND_LEVEL_SET.add(logger)
+    return logger
+
+
 class MultiProcessAdapter(logging.LoggerAdapter):
     """Puts the number of the process in front of messages."""
 
@@ -966,3 +985,25 @@ def unflatten_tensors(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[t
     """Returns views of a vector in the shapes of these tensors."""
     pieces = flat.split([t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+
+def group_by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Returns the tensors of each dtype, in order."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups
+
+
+def communicate(
+    tensors: list[torch.Tensor], communication_op: AnyCallable, logger: logging.Logger | None = None
+) -> None:
+    """Calls ``communication_op(tensor=flat)`` once for each dtype and writes back what it made of ``flat``."""
+    for same in group_by_dtype(tensors).values():
+        with torch.no_grad():
+            flat = flatten_tensors(same)
+            communication_op(tensor=flat)
+            for tensor, new in zip(same, unflatten_tensors(flat, same), strict=True):
+                tensor.copy_(new)
+        if logger is not None:
+            logger.debug("communicated %d tensors of %s", len(same), flat.dtype)
