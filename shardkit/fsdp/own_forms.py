@@ -19,9 +19,9 @@ over this rank's part, of that class, and there is no shard in memory. Before ea
 tensors of any dtypes. What arrived makes the parameter that modules compute with, of another class maybe: it is there
 from the first gather on. Later ones write to the memory of the same tensors, for autograd may have views of it.
 A frozen parameter of a class that says no more than which tensors it is made of travels as their rows.
-What is frozen and made of tensors is saved as these, beside an entry whose name says what the whole is besides, if
-those of all ranks, end to end, are those of the whole (NF4's blocks), and exported as it is gathered. Of one that is
-trained only its class knows what an optimizer keeps.
+What is made of tensors is saved as these, beside an entry whose name says what the whole is besides, if those of all
+ranks, end to end, are those of the whole (NF4's blocks). Frozen ones are exported as they are gathered; of trained
+ones, which may be gathered with less precision than they are updated with, what their DTensors hold.
 """
 
 from __future__ import annotations
@@ -85,9 +85,6 @@ class NormalFloats:
     """Blocks of 64 codes of 4 bits behind their largest magnitude (fp32); as :class:`BlockFormat` for weights."""
 
     numel, nbytes = 64, 36
-
-    def blocks_of(self, numel: int) -> int:
-        return -(-numel // self.numel)
 
     def encode(self, values: torch.Tensor, blocks: torch.Tensor) -> None:
         """Writes numbers [K * B] to blocks [K, 36] of bytes."""
@@ -192,7 +189,7 @@ class PackedWeight(OriginalParameter):
         self._written, self.dtype, self._row = param.shape, param.dtype, param.shape[1:].numel()
         block = min(256, -(-self._row // 16) * 16)
         self._format = NormalFloats() if packing == "nf4" else BlockFormat(torch.int8, block)
-        self._blocks = self._format.blocks_of(self._row)  # K
+        self._blocks = -(-self._row // self._format.numel)  # K
         self.shape = torch.Size((len(param), _HEAD + self._blocks * self._format.nbytes))
 
     written = property(attrgetter("_written"))
@@ -338,11 +335,8 @@ class Extended(Store):
 
     def keep(self, values: torch.Tensor) -> None:
         flat = self._flat
-        flat.written = [
-            k
-            for k, (o, v) in enumerate(zip(self._extended, self._versions, strict=True))
-            if o.param._version != v + 1
-        ]
+        pairs = zip(self._extended, self._versions, strict=True)
+        flat.written = [k for k, (o, v) in enumerate(pairs) if o.param._version != v + 1]
         if flat.written:
             self.attach()
             raise written_original(flat)
@@ -353,7 +347,7 @@ class ExtendedParameter(OriginalParameter):
 
     Attributes:
         memory: of what was made of them, and is given back.
-        spans: of each tensor that it is made of the shape, and where this rank's begins; None: every rank has all.
+        spans: of each tensor that it was cut as the shape, and where this rank's begins; None: every rank has all.
         facts: what the whole is beside these tensors; None where that can't be told.
     """
 
@@ -408,7 +402,7 @@ class ExtendedParameter(OriginalParameter):
 
     def saved(self, name: str) -> Iterator[tuple[str, torch.Size, torch.Tensor, Piece | None]]:
         """Yields of each tensor: name, shape, memory [n] on this rank, where that lies; None: every rank has all."""
-        spans, parts = (self.spans or {}).values(), named_parts(name, self.part)
+        spans, parts = (self.spans or {}).values(), named_parts(name, self.part, self.spans or ())
         for (shape, start), (full, t) in zip(spans, parts.items(), strict=True):
             yield full, shape, t.view(-1), None if start is None else Piece(0, start, 0, 0, t.numel())
 
@@ -441,8 +435,7 @@ class ExtendedParameter(OriginalParameter):
 
     def _made(self, outputs: tuple[torch.Tensor, ...], dtype: torch.dtype, **into: torch.Tensor) -> Tree:
         """Returns the parameter's values, and the memory that they take besides; ``into`` another one nothing."""
-        after = self.part.fsdp_post_all_gather
-        made = after(outputs, self._metadata, dtype, **into)
+        made = self.part.fsdp_post_all_gather(outputs, self._metadata, dtype, **into)
         if into:
             return made
         return torch.as_strided(made[0], self.shape, contiguous_strides(self.shape), 0), made[1]
@@ -484,7 +477,7 @@ class FrozenParts(ExtendedParameter):
 def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group, are_parts: bool) -> Spans | None:
     """Returns how tensors that these are made of are cut; None where a rank's are no parts of them (collective)."""
     kinds = {type(t) for t in named_parts("", whole).values()}
-    if whole.is_meta or kinds != {torch.Tensor} or len(chunks) < group.world_size:
+    if whole.is_meta or not kinds <= {torch.Tensor, nn.Parameter} or len(chunks) < group.world_size:
         return None
     found = Spans()
     chunks = [*chunks[: group.rank], own, *chunks[group.rank + 1 :]]
@@ -502,8 +495,7 @@ def _spans_of(whole: Tree, chunks: Sequence[Tree], own: Tree, group: Group, are_
 
 def is_in_parts(original: OriginalParameter) -> TypeGuard[ExtendedParameter]:
     """Says whether it is saved as the tensors that it is made of."""
-    is_known = isinstance(original, ExtendedParameter) and None not in (original.spans, original.facts)
-    return is_known and not original.param.requires_grad
+    return isinstance(original, ExtendedParameter) and None not in (original.spans, original.facts)
 
 
 def extension_of(param: Tree) -> type[ExtendedParameter] | None:

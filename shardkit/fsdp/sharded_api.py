@@ -32,7 +32,7 @@ from .construct import wake
 from .engine import Engine
 from .flat_param import FlatParam
 from .forward import become_root
-from .originals import OriginalParameter, mesh_of
+from .originals import mesh_of
 from .own_forms import is_in_parts
 from .state import ShardingState, state_of, summoned
 from .state_dict import (
@@ -460,9 +460,8 @@ def _exported(
         state = next(s for s in root.states() if s.unit is unit)
         if since is None:
             with summoned(state, recurse=False, writeback=False):
-                for flat in unit.flats if _is_here(root, on) else ():
-                    values = [_given(original, dtype) for original in flat.originals]
-                    found.update(_named(flat, values, paths))
+                for flat in unit.flats:
+                    found.update(_named(flat, _given(flat, dtype, _is_here(root, on)), paths))
             root.group.backend.mark_step()  # one rank alone may read them
         else:
             for k, flat in enumerate(unit.flats):
@@ -541,10 +540,17 @@ def _cast(values: torch.Tensor, dtype: torch.dtype | None, name: str = "") -> to
         ) from error
 
 
-def _given(original: OriginalParameter, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns the values of one that is summoned; a copy where its memory is given back."""
-    values = original.param.detach()
-    return _cast(copied(values) if original.is_apart else values, dtype, original.name)
+def _given(flat: FlatParam, dtype: torch.dtype | None, is_here: bool) -> list[torch.Tensor]:
+    """Returns values of summoned ones where they are wanted, copies of those that are given back (collective)."""
+    given = []
+    for k, original in enumerate(flat.originals):
+        values: Tree = original.param.detach()
+        if original.is_apart:
+            listed: Tree = flat.listings[k].param  # what it is multiplied to is plain on one rank, too
+            values = listed.detach().full_tensor() * 1 if listed.requires_grad else copied(values)
+        if is_here:
+            given.append(_cast(values, dtype, original.name))
+    return given
 
 
 def _named(
@@ -674,7 +680,7 @@ def _whole_again(
     if all(flat.group.all_gather_object(is_same, label=f"whether {flat.label} has changed")):
         return since.unchanged[how]
     with summoned(state, recurse=False, writeback=False):
-        values = [_given(o, dtype).cpu().clone() for o in flat.originals if _is_here(state, on)]
+        values = [value.cpu().clone() for value in _given(flat, dtype, _is_here(state, on))]
     changes = [Change(v.shape, v.dtype, (Run(0, None, v.view(-1)),), checksum(v)) for v in values]
     since.unchanged[how] = [replace(change, runs=()) for change in changes]
     return changes

@@ -226,12 +226,12 @@ def parts_with_memory(tensor: Tree) -> Iterator[torch.Tensor]:
             yield from parts_with_memory(part)
 
 
-def named_parts(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+def named_parts(name: str, value: torch.Tensor, parts: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """Returns what one of a wrapping class is made of, named as torchao does ("0._weight_scale"); others as it is."""
     if not is_traceable_wrapper_subclass(value):
         return {name: value}
     path, dot, last = name.rpartition(".")
-    return {f"{path}{dot}_{last}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+    return {f"{path}{dot}_{last}_{p}": getattr(value, p) for p in parts or value.__tensor_flatten__()[0]}
 
 
 # of what classes say of themselves: what is nobody's value, and what doesn't say what it is

@@ -267,12 +267,8 @@ def _refused(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=r"'layers\.0\.weight', a InHalf, .* have no names"):
         fully_shard(Net(InHalf), mesh=init_device_mesh("cpu", (1, 2)), dtensors=True)
     model = fully_shard(Net(InHalf), dtensors=True)
-    for refused in (
-        lambda: copy.deepcopy(model),
-        lambda: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
-    ):
-        with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
-            refused()
+    with pytest.raises(ConfigurationError, match="has a class with fsdp_pre_all_gather"):
+        copy.deepcopy(model)
 
 
 class Fitted(InHalf):
@@ -317,11 +313,11 @@ for _kind in (OtherZero, HiddenZero, OtherHidden):  # classes of one name
 
 
 def _not_saved(rank: int) -> None:
-    """Of what is trained only its class knows the rest; parts that are not those of the whole; facts that are not."""
-    trained, frozen = Net(InHalf), [Net(kind) for kind in (Columns, Fitted, Untold)]
+    """Parts that are not those of the whole; facts that are not."""
+    trained, frozen = ([Net(kind) for kind in (Columns, Fitted, Untold)] for _ in range(2))
     for each in frozen:
         each.layers.requires_grad_(False)
-    for model in (fully_shard(each, dtensors=True) for each in (*frozen, trained)):
+    for model in (fully_shard(each, dtensors=True) for each in (*frozen, *trained)):
         for refused in (
             lambda model=model: shardkit.save_training(tempfile.mkdtemp(), step=0, model=model),
             lambda model=model: sharding_of(model).sharded_state_dict(),
@@ -499,6 +495,111 @@ def test_training_beside_fsdp2(rank: int) -> None:
     _beside(rank, Quantized, 8, MixedPrecisionPolicy(), mesh)
     for part in (_metadata, _in_other_ways, _torchaos, _refused, _not_saved, _not_cast, _frozen):
         part(rank)
+
+
+class Noted(InHalf):
+    """Gets a scale beside its tensor after it was sharded, as torchao's are given one."""
+
+    scale: torch.Tensor | None = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [*(["scale"] if self.scale is not None else []), "_data"], None
+
+
+def _training(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Weights of 7 and 6 rows (of torchao's 48) that are gathered as less than they are updated with."""
+    if kind == "float8":
+        model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 48), nn.Linear(48, 3))
+        of_torchao = importlib.import_module("torchao.float8")
+        config = of_torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        of_torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, n: n == "1")
+    else:
+        model = Net({"own": InHalf, "noted": Noted}[kind], 7)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape) / 4)
+    fully_shard(model, dtensors=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def _wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found: dict[str, Any] = dict(model.named_parameters())
+    for name, p in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    wholes = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in found.items()}
+    return {n: v.detach() * 1 for n, v in wholes.items()}  # plain also where nothing is gathered
+
+
+def _trained_leave(rank: int, kind: str, folder: str) -> None:
+    model, optimizer = _training(kind, 0)
+    for step in range(2):
+        _step(model, optimizer, batch(rank, step))
+    if kind == "noted":
+        for layer in model.layers[::2]:  # type: ignore[index,union-attr]
+            layer.weight._local_tensor.scale = torch.ones(())
+    sharding, kept = sharding_of(model), _wholes(model, optimizer)
+    weights = {n: v for n, v in kept.items() if n in dict(model.named_parameters())}
+    _same(dict(sharding.export()), weights)
+    _same(dict(sharding.export(dtype=torch.bfloat16)), {n: v.bfloat16() for n, v in weights.items()})
+    received, sent = (
+        {n: torch.zeros_like(v, dtype=torch.bfloat16) for n, v in weights.items()},
+        shardkit.SentWeights(),
+    )
+    shardkit.save_weights(model, f"{folder}/files")
+    shardkit.save(folder, step=2, model=model, optimizer=optimizer)
+    dcp.save({"model": sharding.sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+    if rank == 0:
+        _same({n: v.read() for n, v in read_weights(f"{folder}/files").items()}, weights)
+        torch.save(kept, f"{folder}/kept")
+    for _ in range(2):
+        for name, change in sharding.export(dtype=torch.bfloat16, since=sent):
+            change.apply(received[name])  # type: ignore[operator,union-attr]
+        _same(received, {n: v.bfloat16() for n, v in _wholes(model, optimizer).items() if n in weights})
+        _step(model, optimizer, batch(0, 5))  # of all ranks alike
+
+
+def _trained_come_back(rank: int, kind: str, folder: str) -> None:
+    """Another number of ranks; into a training that has not begun, and into one whose gathered values are kept."""
+    kept = torch.load(f"{folder}/kept")
+    weights = {n: kept[n] for n, _ in _training(kind, 1)[0].named_parameters()}
+    for warm in (False, True):
+        model, optimizer = _training(kind, 1)
+        if warm:
+            model.set_reshard_after_backward(False)  # type: ignore[operator]
+            _step(model, optimizer, batch(rank, 3))
+            model(batch(rank, 3)).sum().backward()
+        dcp.load({"model": sharding_of(model).sharded_state_dict()}, checkpoint_id=f"{folder}/dcp")
+        _same({n: v for n, v in _wholes(model, optimizer).items() if n in weights}, weights)
+        again, x = _training(kind, 1), batch(0, 5)
+        if warm:
+            again[0].set_reshard_after_backward(False)  # type: ignore[operator]
+            _step(*again, batch(rank, 3))
+            again[0](batch(rank, 3)).sum().backward()
+        shardkit.restore(folder, model=again[0], optimizer=again[1])
+        _same(_wholes(*again), kept)
+        exported = dict(sharding_of(again[0]).export())
+        assert {type(value) for value in exported.values()} == {torch.Tensor}
+        _same(exported, weights)
+        fresh, fresh_optimizer = _training(kind, 2)
+        shardkit.restore(folder, model=fresh, optimizer=fresh_optimizer)
+        for each in (model, again[0]):
+            torch.testing.assert_close(each(x), fresh(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["own", "noted", "float8"])
+def test_trained_weights_leave_and_come_back(kind: str, tmp_path: Path) -> None:
+    if kind == "float8" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("where torch is older")
+    rank_pool(2).run(_trained_leave, kind, str(tmp_path))
+    for world_size in (3, 1, 2):
+        rank_pool(world_size).run(_trained_come_back, kind, str(tmp_path))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
