@@ -438,8 +438,8 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
                 f"the norm of {asked} of the {held} gradients that this rank has: the gradients of other parameters "
                 f"are on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
             )
-        if kept:  # other ranks may have gradients of other dtypes
-            values = values.to(norm_like(kept, values.dtype).dtype)
+        if kept:  # other ranks may have gradients of other dtypes, and of other modules, of fp32 at most
+            values = values.to(torch.promote_types(values.dtype, norm_like(kept).dtype))
     groups = [None if k is None else _group_of(k) for k in kinds]
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []

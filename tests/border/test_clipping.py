@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from shardkit import FSDP, OSS, ShardedDDP, ShardedGradScaler, sharding_of
+from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, OutOfStepError
 from tests.beside import reread
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
@@ -266,6 +268,32 @@ def test_ranks_that_have_nothing_of_a_dtype(rank: int, world_size: int, strategy
             clip_grad.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
         t.step()
     t.assert_equal()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@on_ranks(2, 3)
+def test_one_clip_of_two_modules_of_other_dtypes(
+    rank: int, world_size: int, norm_type: float, dtypes: Any
+) -> None:
+    """A rank that owns nothing of one sent its norm in the other one's dtype, and the process of another was ended."""
+    torch.manual_seed(1)
+    sizes = [[(5, 5)] * (world_size + 1), [(5, 7)]]  # every rank owns some of the first
+    plain = [nn.Sequential(*[Cast(*s).to(d) for s in each]) for d, each in zip(dtypes, sizes, strict=True)]
+    models = copy.deepcopy(plain)
+    parts = [OSS(m.parameters(), torch.optim.SGD, lr=0.1) for m in models]
+    wrapped = [ShardedDDP(m, o) for m, o in zip(models, parts, strict=True)]
+
+    for each, ranks in ((wrapped, [rank]), (plain, range(world_size))):
+        losses = [m(torch.full((2, 5), 0.5 + r)).sum() for r in ranks for m in each]
+        (torch.stack(losses).sum() / len(ranks)).backward()
+    norms = [
+        clip_grad.clip_grad_norm_([p for m in each for p in m.parameters()], 0.1, norm_type)
+        for each in (models, plain)
+    ]
+    torch.testing.assert_close(norms[0].double(), norms[1].double(), rtol=1e-2, atol=0)
+    everybody = get_backend("gloo").group().all_gather_object(norms[0].item())
+    assert everybody == pytest.approx(everybody[:1] * world_size, rel=1e-6)
 
 
 # ------------ ``torch.amp.GradScaler`` where an overflow shows on one rank alone.
