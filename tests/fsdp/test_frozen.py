@@ -133,6 +133,49 @@ def test_frozen_values_stay_and_are_right(wrap: str, frozen: str) -> None:
         rank_pool(3).run(_kept, wrap, True, 3, frozen)
 
 
+def _mixed(rank: int, world_size: int, wrap: str) -> None:
+    """Each unit keeps its frozen values as a function of its number says."""
+    policies: list[Any] = ["reshard", "keep", "host", "keep", "host", "reshard"]
+    plain, model = Stack(), Stack()
+
+    def shard(part: nn.Module, number: int) -> nn.Module:
+        policy = ReshardPolicy(frozen=policies[number])
+        if wrap == "FSDP":
+            return by_root(part, reshard=policy)
+        return fully_shard(part, dtensors=wrap == "dtensors", reshard=policy)
+
+    for k, layer in enumerate(model.layers):
+        model.layers[k] = shard(layer, k)
+    model.frozen = shard(model.frozen, LAYERS)  # type: ignore[assignment]
+    whole = shard(model, LAYERS + 1)
+    said = [
+        unit.stays == "what is frozen" or unit.on_host == "what is frozen" for unit in summary(whole).units
+    ]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (plain, whole)
+    ]
+    for step in range(3):
+        with OperationCounter(world_size) as counter:
+            _loss(whole, 10 * step + rank).backward()
+        for r in range(world_size):
+            (_loss(plain, 10 * step + r) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert said == [False, False, True, True, True, True], summary(whole).units
+    one, trained = WIDTH * WIDTH * 4, sum(p.numel() for p in plain.parameters() if p.requires_grad) * 4
+    # of one layer's frozen weight, in forward and backward, and of what is trained
+    sent = counter.sent * world_size / (world_size - 1)
+    assert sent == 0 or 2 * one + 2.9 * trained <= sent <= 2.1 * one + 4.2 * trained, (sent, one, trained)
+    assert_same(whole, plain, rtol=0)
+
+
+@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_unit_has_a_policy_of_its_own(wrap: str, world_size: int) -> None:
+    rank_pool(world_size).run(_mixed, world_size, wrap)
+
+
 def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Frozen weights of a class that travels as codes of one byte."""
     plain = Stack(width=32)
