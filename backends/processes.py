@@ -47,8 +47,8 @@ def _serve(
     try:
         (start or join_ranks)(rank, world_size, rendezvous, backend)
         connection.send_bytes(pickle.dumps(("ready", None)))
-    except BaseException as error:  # noqa: BLE001 - the caller's to judge
-        _report(connection, error)
+    except BaseException:  # noqa: BLE001 - the caller's to judge
+        _report(connection)
         return
     try:
         while _serve_one(connection, rank):
@@ -67,8 +67,8 @@ def _serve_one(connection: Connection, rank: int) -> bool:
         fn, args = pickle.loads(connection.recv_bytes())
     except EOFError:
         return False
-    except BaseException as error:  # noqa: BLE001 - the caller's to judge
-        _report(connection, error)
+    except BaseException:  # noqa: BLE001 - the caller's to judge
+        _report(connection)
         return True
     try:
         begin_job()
@@ -77,13 +77,19 @@ def _serve_one(connection: Connection, rank: int) -> bool:
         connection.send_bytes(result)
     except BaseException as error:  # noqa: BLE001 - the caller's to judge
         fail_job(error)
-        _report(connection, error)
+        _report(connection)
     return True
 
 
-def _report(connection: Connection, error: BaseException) -> None:
+def _report(connection: Connection) -> None:
     with contextlib.suppress(OSError):
-        connection.send_bytes(pickle.dumps(("error", (type(error).__name__, traceback.format_exc()))))
+        connection.send_bytes(pickle.dumps(("error", describe_error())))
+
+
+def describe_error() -> tuple[str, str]:
+    """Returns the class and the traceback of the error that is being handled."""
+    kind = sys.exc_info()[0]
+    return kind.__name__ if kind else "", traceback.format_exc()
 
 
 def join_ranks(rank: int, world_size: int, rendezvous: str, backend: str) -> None:
@@ -158,30 +164,15 @@ class RankPool(Pool):
 
         self.close()
         store = self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        free = get_free_port()
+        address, free = f"127.0.0.1:{store.port}", get_free_port()
         with environment(self._environment):
             for rank in range(self.world_size):
-                here, there = context.Pipe()
-                name = Name(f"rank {rank}")
-                process = context.Process(
-                    target=_serve,
-                    name=name,
-                    args=(
-                        there,
-                        rank,
-                        self.world_size,
-                        f"127.0.0.1:{store.port}",
-                        self._backend,
-                        self._start,
-                        variables_of_rank(rank, self.world_size, free),
-                    ),
-                )
-                process.start()
-                there.close()
+                name, variables = Name(f"rank {rank}"), variables_of_rank(rank, self.world_size, free)
+                args = rank, self.world_size, address, self._backend, self._start, variables
+                process, connection = spawn(name, _serve, *args)
                 self._processes.append(process)
                 self._names.append(name)
-                self._connections.append(here)
+                self._connections.append(connection)
         self._collect(self._start_timeout, "the ranks are not ready (start_timeout)")
 
     def _collect(self, timeout: float | None, late: str = "no answer") -> list[object]:
@@ -317,6 +308,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+def spawn(name: Name, target: Callable[..., None], *args: object) -> tuple[SpawnProcess, Connection]:
+    """Starts ``target(connection, *args)`` in a process of its own; returns that, and the connection's other end."""
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    # no daemon: programs start processes of their own, as data loaders do
+    process = context.Process(target=target, args=(theirs, *args), name=name)
+    process.start()
+    theirs.close()
+    return process, connection
 
 
 class Name(str):

@@ -140,7 +140,7 @@ def in_replica() -> bool:
 def sleep(seconds: float) -> None:
     """``time.sleep``, in which other replicas run."""
     world = _world()
-    with nullcontext() if world is None else world.turns.given(world.here().rank):
+    with nullcontext() if world is None else world.turns.given():
         time.sleep(seconds)
 
 

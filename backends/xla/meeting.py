@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shardkit.backend import HostRandomStates, host_random_states, seed_host, set_host_random_states
+from shardkit.backend import host_random_states, seed_host, set_host_random_states
 from shardkit.errors import OutOfStepError, RankLostError
 
 _SHOWN = 3  # calls of a replica that a message quotes
@@ -211,39 +211,25 @@ SEED = 20_000_003  # ranks start differently, as processes do, but the same in e
 
 
 class Turns:
-    """Gives the turn to one replica at a time. A replica's first turn starts from ``SEED`` + its rank."""
+    """Gives the turn to one replica at a time, which starts from ``SEED`` + its rank."""
 
-    def __init__(self, world_size: int) -> None:
-        self._changed = threading.Condition()
-        self._holder: int | None = None
-        self._last: int | None = None
-        self._states: list[HostRandomStates | None] = [None] * world_size
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
 
     def take(self, rank: int) -> None:
-        with self._changed:
-            while self._holder is not None:
-                self._changed.wait()
-            self._holder = rank
-            if self._last != rank:
-                if self._last is not None:
-                    self._states[self._last] = host_random_states()
-                state = self._states[rank]
-                if state is None:
-                    seed_host(SEED + rank)
-                else:
-                    set_host_random_states(state)
-                self._last = rank
+        self._turn.acquire()
+        seed_host(SEED + rank)
 
     def give(self) -> None:
-        with self._changed:
-            self._holder = None
-            self._changed.notify_all()
+        self._turn.release()
 
     @contextmanager
-    def given(self, rank: int) -> Iterator[None]:
+    def given(self) -> Iterator[None]:
         """Lets others run inside of the block, which waits for something that may depend on them."""
-        self.give()
+        states = host_random_states()
+        self._turn.release()
         try:
             yield
         finally:
-            self.take(rank)
+            self._turn.acquire()
+            set_host_random_states(states)

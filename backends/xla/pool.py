@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -32,7 +31,7 @@ from shardkit.backend import Pool
 from shardkit.errors import BackendError, ConfigurationError, RankFailedError
 from shardkit.types import AnyCallable, Args, T
 
-from ..processes import Name, ProcessTime, environment, memory
+from ..processes import Name, ProcessTime, describe_error, environment, memory, spawn
 
 if TYPE_CHECKING:
     from .runtime import ReplicaState, World
@@ -129,12 +128,6 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def describe_error() -> tuple[str, str]:
-    """Returns the class and the traceback of the error that is being handled."""
-    kind = sys.exc_info()[0]
-    return kind.__name__ if kind else "", traceback.format_exc()
-
-
 def _work(world: World, job: bytes) -> tuple[str, object]:
     try:
         fn, args = pickle.loads(job)
@@ -215,16 +208,10 @@ class _ChildPool(Pool):
         self, target: Callable[..., None], *args: object, variables: Mapping[str, str]
     ) -> multiprocessing.connection.Connection:
         """Starts ``target(connection, *args)``."""
-        context = multiprocessing.get_context("spawn")
-        connection, theirs = context.Pipe()
-        name = Name("xla-replicas", at_death=True)
+        self._name = Name("xla-replicas", at_death=True)
         with environment(variables):
-            # no daemon: programs start processes of their own, as data loaders do
-            process = context.Process(target=target, args=(theirs, *args), name=name)
-            process.start()
-        theirs.close()
-        self._process, self._connection, self._name = process, connection, name
-        return connection
+            self._process, self._connection = spawn(self._name, target, *args)
+        return self._connection
 
     def _received(self, connection: multiprocessing.connection.Connection) -> list[bytes]:
         """Returns the ranks' pickled results, or raises a rank's error."""

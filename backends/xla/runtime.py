@@ -482,7 +482,7 @@ class ReplicaState(RuntimeHost):
         return replica_groups(ranks, siblings, self.world.size)
 
     def meet(self, where: str, calls: Sequence[ReplicaCall], payload: bytes = b"") -> dict[int, bytes]:
-        with self.world.turns.given(self.rank):
+        with self.world.turns.given():
             return self.world.meeting.arrive(self.rank, where, calls, payload)
 
     def abort(self) -> None:
@@ -492,7 +492,7 @@ class ReplicaState(RuntimeHost):
 
     def wait(self) -> None:
         """Blocks until what was scheduled on this replica's device is done."""
-        with self.world.turns.given(self.rank):
+        with self.world.turns.given():
             _RUNTIME._xla_wait_device_ops(devices=[self.real_device])
 
     def run(self, schedule: Callable[[], None], *, wait: bool, where: str) -> None:
@@ -540,7 +540,7 @@ class World:
         """Begins a new job: nobody has arrived or left, and random states start anew."""
         self.job += 1
         self.meeting = ReplicaMeeting(self.size, one_program=self.rules.pod)
-        self.turns = Turns(self.size)
+        self.turns = Turns()
 
     @property
     def states(self) -> list[ReplicaState]:

@@ -172,7 +172,7 @@ class AdaScale(_adascale.AdaScale):
     _local_grad_sqr = property(lambda self: self._meter.sums() if self._meter.has_begun else None)
     _num_grads_to_accum = property(attrgetter("_meter.expected"))
     # one for each parameter, of two that there are
-    _hook_handles = property(lambda self: [handles.before for handles in self._meter.hooks.handles])
+    _hook_handles = property(attrgetter("_meter.hooks.before"))
 
     def _grad_sqr_avg(self, pg_idx: int | None = None, name: str = SQUARE) -> float:
         return float(self._averages[name][slice(None) if pg_idx is None else pg_idx].sum())

@@ -921,18 +921,7 @@ def end_move(state: ShardingState) -> None:
     if state.summoned is not None or not alike:
         return  # others of its modules follow
     for flat in state.flats:
-        if flat.shards is not None:
-            flat.collect()
-            continue
-        module, name = flat.places[0]
-        param = module._parameters.get(name)
-        if param is None or param is flat.param:
-            continue
-        if isinstance(flat.param, FlatParameter) and not isinstance(param, FlatParameter):
-            param = flat.param._like_this(param)
-        flat.param = param
-        for place in flat.places:
-            place.module._parameters[place.name] = param
+        flat.take_over()
     device, moved_to = state.options.device, _moved_to(state)
     if device is not None and state.options.offload.on_host and moved_to not in ("cpu", "meta", device.type):
         raise ConfigurationError(

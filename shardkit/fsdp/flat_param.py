@@ -1730,6 +1730,21 @@ class FlatParam:
             self.param = UnlistedShard.of(self.shards.collected(self.layout.shard_numel), self.shards)
             self._note_listings()
 
+    def take_over(self) -> None:
+        """Takes over shards that were moved, cast, or replaced by other objects."""
+        if self.shards is not None:
+            self.collect()
+            return
+        module, name = self.places[0]
+        param = module._parameters.get(name)
+        if param is None or param is self.param:
+            return
+        if isinstance(self.param, FlatParameter) and not isinstance(param, FlatParameter):
+            param = self.param._like_this(param)
+        self.param = param
+        for place in self.places:
+            place.module._parameters[place.name] = param
+
     @property
     def is_behind(self) -> bool:
         """Says whether modules inside have got other memory, all of them, and nobody computes with what they had."""

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..backend import callees_compiled, not_compiled
 from ..errors import LifecycleError
 from ..optimizers.shards import listing_of
-from ..reduction.ordered import order_in_words
+from ..reduction.ordered import order_in_words, ranks_of
 from ..torch_seams.hooks import (
     COMPILED_AUTOGRAD,
     NO_BACKWARD,
@@ -241,8 +241,7 @@ def become_root(state: ShardingState) -> Engine:
         s.is_root = s is state or s in state.mates
         s.cast_buffers()
     originals = sum(len(flat.originals) for flat in state.all_flats())
-    ranks = state.group.world_size * (1 if state.replicas is None else state.replicas.world_size)
-    order = order_in_words(state.options.reduce, ranks)
+    order = order_in_words(state.options.reduce, ranks_of(state.group, state.replicas))
     announce(state.door, len(states), originals, state.group, order)
     watch_halves(listing_of)
     return engine

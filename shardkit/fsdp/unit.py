@@ -35,7 +35,7 @@ from ..layout import Piece, ShardLayout, alignment, buckets_by_size, rounded_up
 from ..optimizers.shards import changed_by_steps, take_part
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
-from ..reduction.ordered import Rounds, contributions, exchange, microbatches, refuse_other, share
+from ..reduction.ordered import Rounds, contributions, exchange, microbatches, ranks_of, refuse_other, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient, gradient_class
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, after_backward, current_backward
@@ -379,8 +379,8 @@ class GradientPack(ABC):
             self.hook(result)
         if not had_all:
             had = self._anywhere(had, result)
-        ranks = self._group.world_size * (1 if replicas is None else replicas.world_size)
-        parts = list(contributions(result, ranks)) if self._microbatches and ranks > 1 else []
+        ranks = ranks_of(self._group, replicas) if self._microbatches else 1
+        parts = list(contributions(result, ranks)) if ranks > 1 else []
         for part in self._parts:
             flat, first, _, _ = part
             some = had if len(self._parts) == 1 else had[first : first + len(flat.originals)]
@@ -624,8 +624,8 @@ def pack_for(
     group = flat.group.channel("gradients")
     has_replicas = replicas is not None and replicas.world_size > 1
     blocks = None
-    if replicas is not None and reduce.order is not None:
-        reduce = replace(reduce, microbatches=microbatches(reduce, group.world_size * replicas.world_size))
+    if reduce.order is not None:
+        reduce = replace(reduce, microbatches=microbatches(reduce, ranks_of(group, replicas)))
     if reduce.compression is not None and (has_replicas or group.world_size > 1):
         blocks = format_for(reduce.compression, flat.layout.shard_numel, packed_dtype(flat, reduce))
     terms = group, reduce, divisors, comms
@@ -1159,9 +1159,7 @@ def rounds_of(units: Sequence[Unit]) -> Rounds | None:
         ConfigurationError: it is not the same for all of them.
     """
     trained = [unit for unit in units if unit.flats]
-    ranks = [
-        u.flats[0].group.world_size * (1 if u.replicas is None else u.replicas.world_size) for u in trained
-    ]
+    ranks = [ranks_of(u.flats[0].group, u.replicas) for u in trained]
     counts = {(microbatches(u.reduce, w), w) for u, w in zip(trained, ranks, strict=True)}
     if all(count == 0 for count, _ in counts):
         return None

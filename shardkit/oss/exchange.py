@@ -781,7 +781,7 @@ def _refuse_own(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[No
         for asked in inputs if not accumulate else ():
             found = _exchanges.get(asked)
             exchange: GradientExchange | None = None if found is None else found()
-            if exchange is None or exchange.group.world_size == 1 or not exchange.hooks.handles:
+            if exchange is None or exchange.group.world_size == 1 or not exchange.hooks.after:
                 continue
             if not exchange.state.accumulating:
                 raise LifecycleError(

@@ -27,6 +27,7 @@ from ..backend import Group, ReduceOp, Work
 from ..errors import ConfigurationError, LifecycleError
 from ..policy import ReducePolicy
 from ..torch_seams.tensors import alike, as_plain
+from .compression import CompressedAllReduce
 
 _BITS, _HALF, _CHUNK = 36, 26, 2**16
 
@@ -34,6 +35,11 @@ _BITS, _HALF, _CHUNK = 36, 26, 2**16
 def microbatches(reduce: ReducePolicy, world_size: int) -> int:
     """Returns K; 0 where gradients have no fixed order."""
     return 0 if reduce.order is None else reduce.microbatches or world_size
+
+
+def ranks_of(group: Group, replicas: Group | CompressedAllReduce | None) -> int:
+    """Counts the ranks over which gradients are summed."""
+    return group.world_size * (1 if replicas is None else replicas.world_size)
 
 
 def order_in_words(reduce: ReducePolicy, world_size: int) -> str:

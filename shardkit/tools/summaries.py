@@ -15,7 +15,7 @@ from ..fsdp.state import ShardingState, clean, state_of
 from ..oss.optimizer import OSS
 from ..oss.sharded_ddp import ShardedDDP
 from ..policy import OffloadPolicy
-from ..reduction.ordered import order_in_words
+from ..reduction.ordered import order_in_words, ranks_of
 from ..tracing.tables import counted, in_bytes, plain_table
 
 _SMALL = 2**20  # bytes gathered; below, sending takes longer to start than to do
@@ -107,9 +107,7 @@ def summary(model: nn.Module) -> Summary:
     group = states[0].group
     kind = type(states[0].module).__name__
     title = f"{kind} in {counted(len(units), 'unit')} on {counted(group.world_size, 'rank')} (this is {group.rank})"
-    replicas = states[0].replicas
-    ranks = group.world_size * (1 if replicas is None else replicas.world_size)
-    title += order_in_words(states[0].options.reduce, ranks)
+    title += order_in_words(states[0].options.reduce, ranks_of(group, states[0].replicas))
     return Summary(title, units, _warnings(units, group.world_size))
 
 

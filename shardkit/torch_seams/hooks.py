@@ -26,9 +26,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from types import CodeType, FrameType, FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -209,13 +208,6 @@ class _Kept(OrderedDict[int, AnyCallable]):
 _not_compiled: set[CodeType] = set()  # closures have that of the function which makes them
 
 
-class HookHandles(NamedTuple):
-    """The handles of one parameter's hooks: that for when it is about to get a gradient, if any, and when it has it."""
-
-    before: RemovableHandle | None
-    after: RemovableHandle
-
-
 class GradientHooks:
     """Hooks on parameters, removable together; they end with this object.
 
@@ -225,10 +217,14 @@ class GradientHooks:
     Args:
         refusal: what is raised where a hook is registered that would run after ours, and find no gradient; "" where
             ours leave gradients alone.
+
+    Attributes:
+        before, after: handles of the hooks for when a parameter is about to get a gradient, and has it.
     """
 
     def __init__(self, refusal: str = "") -> None:
-        self.handles: list[HookHandles] = []  # of each parameter
+        self.before: list[RemovableHandle] = []
+        self.after: list[RemovableHandle] = []
         self._hooks: list[GradientHook] = []
         self._refusal = refusal
 
@@ -237,10 +233,9 @@ class GradientHooks:
         for hook in (before, after):
             if isinstance(hook, FunctionType) and hook.__code__ not in _not_compiled:
                 _not_compiled.add(not_compiled(hook).__code__)
-        first = None
         if before is not None:
             self._hooks.append(before)
-            first = param.register_hook(weakref.proxy(before))
+            self.before.append(param.register_hook(weakref.proxy(before)))
         self._hooks.append(after)
         after = weakref.proxy(after)
         hooks: Any = param._post_accumulate_grad_hooks
@@ -253,12 +248,13 @@ class GradientHooks:
                 hooks.refusals = {**hooks.refusals, handle.id: self._refusal}
         else:  # somebody's hooks were there first, and handles to remove them with
             handle = param.register_post_accumulate_grad_hook(after)
-        self.handles.append(HookHandles(first, handle))
+        self.after.append(handle)
 
     def remove(self) -> None:
-        for handle in filter(None, chain(*self.handles)):
-            handle.remove()
-        self.handles.clear()
+        for handles in (self.before, self.after):
+            for handle in handles:
+                handle.remove()
+            handles.clear()
         self._hooks.clear()
 
     def __del__(self) -> None:

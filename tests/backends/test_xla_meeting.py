@@ -159,7 +159,7 @@ def test_ranks_that_meet_among_themselves_first() -> None:
 def test_turns_go_round_and_random_states_stay() -> None:
     import random
 
-    turns = Turns(3)
+    turns = Turns()
     drawn: dict[int, list[float]] = {rank: [] for rank in range(3)}
     running: list[int] = []
 
@@ -171,7 +171,7 @@ def test_turns_go_round_and_random_states_stay() -> None:
             assert running == [rank]
             drawn[rank].append(random.random())
             running.clear()
-            with turns.given(rank):
+            with turns.given():
                 pass
         turns.give()
 

@@ -118,7 +118,7 @@ class ShardedDataParallel(ShardedDDP):
         lambda self: [p for o in self._sharded_optimizers for p in o._parameters() if p.requires_grad]
     )
     _should_accumulate_grads = property(lambda self: self._connected().state.accumulating)
-    _grad_hooks = property(lambda self: [handles.after for handles in self._connected().hooks.handles])
+    _grad_hooks = property(lambda self: self._connected().hooks.after)
     _buckets = property(lambda self: self._connected().buckets)
 
 

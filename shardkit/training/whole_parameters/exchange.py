@@ -78,7 +78,7 @@ class Part:
 
     @property
     def trains(self) -> bool:
-        return (self.listed if self.flat is None else self.flat.param).requires_grad
+        return self.listed.requires_grad
 
     @property
     def is_cleared(self) -> bool:
@@ -103,6 +103,7 @@ class ListedParameter(nn.Parameter):
     """Stands in for a sharded parameter; see [Note: listed]."""
 
     part: Part
+    flat: FlatParam
 
     @classmethod
     def of(cls, part: Part, flat: FlatParam) -> ListedParameter:
@@ -112,26 +113,18 @@ class ListedParameter(nn.Parameter):
             shape
         )
         made: ListedParameter = torch.Tensor._make_subclass(cls, values, flat.param.requires_grad)
-        made.part = part
+        made.part, made.flat = part, flat
         note_stand_in(made, flat.param)
         return made
 
     @property
-    def _shard(self) -> torch.Tensor:
-        flat = self.part.flat
-        if flat is None:
-            raise LifecycleError(f"parameter {self.part.name!r} is not sharded any more")
-        return flat.param
-
-    @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """Returns the part of the gradient on this rank, [n]; None if no rank has a gradient."""
-        gradient, part = self._shard.grad, self.part
+        gradient, part = self.flat.param.grad, self.part
         if gradient is None or (part.here is not None and not part.may_have_gradient):
             return None
-        flat = part.flat
         # ranks cut alike: the first has the shard's
-        if flat is not None and flat.group.backend.even_shards_only:
+        if self.flat.group.backend.even_shards_only:
             return gradient if part.number == 0 else None
         shown = part.cut(gradient)
         if type(gradient) is not torch.Tensor:
@@ -145,14 +138,14 @@ class ListedParameter(nn.Parameter):
                 f"the gradient of parameter {self.part.name!r} can't be set: each rank has a part of it, which "
                 "backward fills. Change the gradients of the FSDP module's parameters(), in place"
             )
-        flat = self.part.flat
-        if flat is None or flat.param.grad is None:
+        shard, unused = self.flat.param, self.flat.unused.originals
+        if shard.grad is None:
             return
-        flat.unused.originals[self.part.number] = self.part.set_to_none = True
-        if False not in flat.unused.originals:
-            flat.param.grad = None
+        unused[self.part.number] = self.part.set_to_none = True
+        if False not in unused:
+            shard.grad = None
         else:
-            self.part.cut(flat.param.grad).zero_()
+            self.part.cut(shard.grad).zero_()
 
     @grad.deleter
     def grad(self) -> None:
@@ -160,15 +153,15 @@ class ListedParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._shard.requires_grad
+        return self.flat.param.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        self._shard.requires_grad_(value)
+        self.flat.param.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ListedParameter:
         """Sets whether the shard requires a gradient."""
-        self._shard.requires_grad_(requires_grad)
+        self.flat.param.requires_grad_(requires_grad)
         return self
 
     @classmethod
@@ -235,7 +228,7 @@ def parts_of(model: nn.Module) -> list[Part]:
                     )
                 pieces[id(flat)][piece.item].append(piece)
         found.append(Part(name, flat, number, param, () if flat is None else pieces[id(flat)][number]))
-    without = [p.name for p in found if (p.listed if p.flat is None else p.flat.param).is_meta]
+    without = [p.name for p in found if p.listed.is_meta]
     if not found or without:
         raise ConfigurationError(
             f"parameters {without[:3]} are on the meta device and have no values; call to_empty() or load a state dict "

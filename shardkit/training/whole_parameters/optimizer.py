@@ -246,21 +246,24 @@ class Placing:
             channel = flat.group.channel("gradients")
             self._bring(Exchange(channel, parts, owners, flat.compute_device), places)
         for inner in self.inners:
-            if inner.rule.kind is UpdateKind.PIECES:
-                continue
-            compiled = [part for part in inner.members if _is_compiled(part)]
-            if compiled:
-                self._bring(Gathered(compiled), places)
-                logger.warning(
-                    "%s needs whole parameters, and all ranks run one program: each rank updates all of them, and "
-                    "their state is not sharded",
-                    inner.rule.label,
-                )
-            for number, part in zip(inner.rule.members, inner.members, strict=True):
-                if part.flat is None:
-                    inner.spans[part.listed] = [(part, None)]
-                elif number in places:
-                    inner.spans[places[number]] = [(part, None)]
+            if inner.rule.kind is not UpdateKind.PIECES:
+                self._fill(inner, places)
+
+    def _fill(self, inner: Inner, places: dict[int, nn.Parameter]) -> None:
+        """Gives a rule that needs whole parameters what it updates here, of these places and of what is not sharded."""
+        compiled = [part for part in inner.members if _is_compiled(part)]
+        if compiled:
+            self._bring(Gathered(compiled), places)
+            logger.warning(
+                "%s needs whole parameters, and all ranks run one program: each rank updates all of them, and "
+                "their state is not sharded",
+                inner.rule.label,
+            )
+        for number, part in zip(inner.rule.members, inner.members, strict=True):
+            if part.flat is None:
+                inner.spans[part.listed] = [(part, None)]
+            elif number in places:
+                inner.spans[places[number]] = [(part, None)]
 
     def _bring(self, bringing: Bringing, places: dict[int, nn.Parameter]) -> None:
         self.exchanges.append(bringing)

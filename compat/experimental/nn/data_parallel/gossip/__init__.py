@@ -755,8 +755,6 @@ class SlowMomentum:
     def __init__(self, group: Group, options: SlowMomentumOptions) -> None:
         self._group, self._options = group, options
         self._num_shards = min(options.shards, group.world_size)
-        self._outer: torch.Tensor | None = None  # x_0, of the own shard
-        self._velocity: torch.Tensor | None = None  # u
         self.started = False
 
     @torch.no_grad()
@@ -773,7 +771,7 @@ class SlowMomentum:
                 f"slow momentum needs parameters of one dtype on one device; the optimizer has {kinds}"
             )
         self.started = True
-        self._outer = self._velocity = None
+        self._outer = self._velocity = torch.empty(0)  # x_0 and u, of the own shard
         now = [_laid_out_as(p, values.get(p, p)) for p in params]
         for shard, pieces in self._shards(now):
             if self._owns(shard):
@@ -817,8 +815,6 @@ class SlowMomentum:
 
     def _apply(self, parts: Sequence[torch.Tensor], rates: Sequence[float]) -> None:
         """Applies Algorithm 1 to the own shard, in place, with the inner optimizer's rate of each part."""
-        if self._outer is None or self._velocity is None:
-            raise ConfigurationError("slow momentum was not started: call start(optimizer, {}) before step()")
         sizes = [values.numel() for values in parts]
         outers, velocities = self._outer.split(sizes), self._velocity.split(sizes)
         for values, lr, outer, velocity in zip(parts, rates, outers, velocities, strict=True):
