@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_158,
+    "backends": 7_152,
     "compat": 9_334,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 538,
     "shardkit/oss": 3_068,
     "shardkit/pipeline": 1_507,
-    "shardkit/reduction": 1_576,
+    "shardkit/reduction": 1_582,
     "shardkit/tools": 7_515,
     "shardkit/torch_seams": 1_301,
     "shardkit/tracing": 1_564,
