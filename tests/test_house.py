@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_152,
+    "backends": 7_137,
     "compat": 9_334,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 830,
-    "shardkit/fsdp": 11_382,
+    "shardkit/fsdp": 11_395,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_502,
@@ -29,7 +29,7 @@ PARTS = {
     "shardkit/torch_seams": 1_301,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_771,
-    "shardkit/wrapping": 1_012,
+    "shardkit/wrapping": 1_014,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

@@ -123,9 +123,10 @@ def set_model_state_dict(
 ) -> IncompatibleKeys:
     """Loads what :func:`get_model_state_dict` gave, at any world size, or one process's state dict."""
     options = options or StateDictOptions()
+    whole: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile's, whose names have that in them
     if not _is_ours(model, options) or options.broadcast_from_rank0:
-        return torchs["set_model_state_dict"](model, model_state_dict, options=options)
-    return model.load_state_dict(model_state_dict, strict=options.strict)
+        return torchs["set_model_state_dict"](whole, model_state_dict, options=options)
+    return whole.load_state_dict(model_state_dict, strict=options.strict)
 
 
 def set_optimizer_state_dict(
@@ -155,6 +156,8 @@ def set_state_dict(
     optim_state_dict: StateDict,
     options: StateDictOptions | None = None,
 ) -> IncompatibleKeys:
-    """Does both."""
+    """Does both; without values for the model the optimizers alone, as torch."""
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    if not model_state_dict and not (options and options.broadcast_from_rank0):
+        return IncompatibleKeys([], [])
     return set_model_state_dict(model, model_state_dict, options=options)

@@ -358,6 +358,12 @@ class InPlace:
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
+        names = getattr(getattr(fn, "__code__", None), "co_names", ())
+        if "share_memory_" in names and self._state.options.dtensors:
+            raise ConfigurationError(
+                f"share_memory() of a {own_class(self._state.module).__name__} whose parameters are DTensors, at which "
+                "torch ends the process. Share what each rank has of them: param.to_local().share_memory_()"
+            )
         exit_summon(self._state, "unshard")
         begin_move(self._state)
         own_class(self._state.module)._apply(self._state.module, fn, recurse)
@@ -626,7 +632,15 @@ class TorchsMethods:
 
     # ------------------------------------------------------------ memory
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Sets whether parameters are given back after forward, from the next one on."""
+        """Sets whether parameters are given back after forward, from the next one on.
+
+        Raises:
+            ConfigurationError: a number, which :func:`~shardkit.fully_shard` alone takes.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigurationError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
         for state in self._states(recurse):
             options, keeps = state.options, not reshard_after_forward
             policy = replace(options.reshard, after_forward=not keeps, root=not keeps)

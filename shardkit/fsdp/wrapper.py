@@ -18,7 +18,7 @@ from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.forms import check_request
-from ..optimizers.shards import shard_behind
+from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.hooks import callers
@@ -325,7 +325,7 @@ def _after_load(door: Door, incompatible: IncompatibleKeys) -> None:
     exit_summon(door._state, "state dict")
 
 
-note_wrapper(Door, owns=lambda param: shard_behind(param) is not None)
+note_wrapper(Door, owns=lambda param: listing_of(param) is not None)
 
 
 class FSDP(Door):

@@ -104,16 +104,16 @@ def refuse_stand_ins(optimizer: Optimizer, what: str) -> None:
 
 
 def refuse_shards(params: Iterable[torch.Tensor], what: str, instead: str) -> None:
-    """Raises ConfigurationError if any of these is a shard.
+    """Raises ConfigurationError if any of these is a shard, or a DTensor.
 
     Args:
         what: what was to be made of them.
         instead: what to do.
     """
-    if any(shard_behind(p) is not None for p in params):
+    if any(shard_behind(p) is not None or is_dtensor(p) for p in params):
         raise ConfigurationError(
-            f"{what} was given parameters of an FSDP module. These are shards, other ones on each rank, and {what} "
-            f"takes them for the same on all ranks. {instead}"
+            f"{what} was given parameters of an FSDP module, or DTensors. These are shards, other ones on each rank, "
+            f"and {what} takes them for the same on all ranks. {instead}"
         )
 
 

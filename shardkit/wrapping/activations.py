@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
@@ -108,7 +108,7 @@ def once(compute: Callable[[], _T]) -> _T:
 
 # ------------------------------------------------------------------------------------------ batch norms
 def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
-    """Lets batch norms (all of torch's kinds) within a module leave running statistics alone in a second run.
+    """Lets batch and instance norms (of torch's kinds) in a module leave running statistics alone in a second run.
 
     Those with an attribute ``disable_patch_batchnorm`` are left out, and those that are patched already.
 
@@ -117,7 +117,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
     """
     handles = []
     for child in module.modules():
-        if not isinstance(child, _BatchNorm) or hasattr(child, "disable_patch_batchnorm"):
+        if not isinstance(child, _NormBase) or hasattr(child, "disable_patch_batchnorm"):
             continue
         if _suspend_tracking not in child._forward_pre_hooks.values():
             handles.append(child.register_forward_pre_hook(_suspend_tracking))
@@ -127,13 +127,15 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
 
 def _suspend_tracking(module: nn.Module, inputs: Any) -> None:
     if thread_local.is_recomputing and module.track_running_stats:
-        module.track_running_stats = False  # type: ignore[assignment]
-        module.__dict__["_tracking_suspended"] = True
+        # instance norms go by the mode alone, and write to what they have
+        name, still = ("track_running_stats", False) if isinstance(module, _BatchNorm) else ("momentum", 0.0)
+        module.__dict__["_suspended"] = (name, getattr(module, name))
+        setattr(module, name, still)
 
 
 def _resume_tracking(module: nn.Module, inputs: Any, output: Any) -> None:
-    if module.__dict__.pop("_tracking_suspended", False):
-        module.track_running_stats = True  # type: ignore[assignment]
+    if (suspended := module.__dict__.pop("_suspended", None)) is not None:
+        setattr(module, *suspended)
 
 
 # ------------------------------------------------------------------------------------------ surroundings of a run

@@ -307,6 +307,35 @@ def test_frozen_modules() -> None:
     same_grads(plain, other)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_running_statistics_of_all_kinds_of_norms(train: bool) -> None:
+    """They are what one forward makes of them; those of instance norms were updated in the second run too."""
+
+    def norms() -> nn.Sequential:
+        kinds = [
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4, momentum=None),
+            nn.BatchNorm1d(4, track_running_stats=False),
+        ]
+        more = [
+            nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+            nn.InstanceNorm1d(4),
+            nn.GroupNorm(2, 4),
+        ]
+        return nn.Sequential(nn.Conv1d(4, 4, 1), *kinds, *more).train(train)
+
+    plain, other = both(norms)
+    for step in range(3):
+        for model in (plain, other):
+            torch.manual_seed(step)
+            model(torch.randn(5, 4, 3)).square().sum().backward()
+        same_buffers(plain, other)
+    same_grads(plain, other)
+    assert all(
+        getattr(a, "momentum", 0) == getattr(b, "momentum", 0) for a, b in zip(plain, other, strict=True)
+    )
+
+
 def test_batch_norms_that_are_to_be_left_alone() -> None:
     net = block()
     net[1].disable_patch_batchnorm = True

@@ -96,6 +96,7 @@ NESTED: dict[str, Callable[[], Any]] = {
     "DDP of FSDP, not flat": lambda: DistributedDataParallel(units(flatten=False)),
     "DDP of a part": lambda: DistributedDataParallel(part_sharded()),
     "DDP of shards": lambda: replicated(units()),
+    "DDP of DTensors": lambda: DistributedDataParallel(fully_shard(plain(), dtensors=True)),
     "DDP of ShardedDDP": lambda: DistributedDataParallel(sharded_ddp(plain())),
     "DataParallel of FSDP": lambda: DataParallel(units()),
     "FSDP1 of FSDP": lambda: fsdp1(units()),
@@ -111,6 +112,8 @@ NESTED: dict[str, Callable[[], Any]] = {
     "ShardedDDP of DDP": lambda: sharded_ddp(DistributedDataParallel(plain())),
     "ShardedDDP of FSDP": lambda: sharded_ddp(units()),
     "ShardedDDP of an FSDP part": lambda: sharded_ddp(part_sharded()),
+    "ShardedDDP of DTensors": lambda: sharded_ddp(fully_shard(plain(), dtensors=True)),
+    "ShardedDDP of others' DTensors": lambda: sharded_ddp(distributed(plain())),
     "ShardedDDP of ShardedDDP": lambda: sharded_ddp(sharded_ddp(plain())),
 }
 

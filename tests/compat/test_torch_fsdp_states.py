@@ -190,6 +190,16 @@ def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, fold
         _goes_on(target, target_optimizer, [rank], after)
     fresh = net()
     assert state_dict.get_model_state_dict(fresh).keys() == fresh.state_dict().keys()
+    for alone in (FSDP(net(), **options), fresh):  # without values for the model
+        start = [p.detach().clone() for p in alone.parameters()]
+        its = adam(alone)
+        state_dict.set_state_dict(alone, its, model_state_dict={}, optim_state_dict=of_optimizer)
+        same_state(plain, plain_optimizer, state_dict.get_optimizer_state_dict(alone, its, options=full))
+        assert all(map(torch.equal, start, alone.parameters()))
+    for how in (full, state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+        compiled: Any = torch.compile(FSDP(net(), **options), backend="eager")  # names have more in them
+        state_dict.set_model_state_dict(compiled, dict(found), options=how)
+        same(state_dict.get_model_state_dict(compiled, options=full), found)
     with pytest.raises(ConfigurationError, match="ignore_frozen_params"):
         state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(ignore_frozen_params=True))
 

@@ -221,6 +221,18 @@ def test_being_moved_loaded_and_copied(rank: int) -> None:
         sharding_of(empty).gather_full_optim_state_dict(_adam(empty))
 
 
+@on_ranks(1, 2, 3)
+def test_memory_that_is_shared_between_processes(rank: int, world_size: int) -> None:
+    """Torch ends the process at DTensors: refused, through a module around it too; rows have memory of their own."""
+    model, rows = _sharded(), nn.Sequential(fully_shard(Model()))
+    for module in (model, nn.Sequential(model)):
+        with pytest.raises(ConfigurationError, match=r"param\.to_local\(\)\.share_memory_\(\)"):
+            module.share_memory()
+    rows.share_memory()
+    for module in (model, rows):
+        module(_batch(0, rank).to(next(module.parameters()).dtype)).sum().backward()
+
+
 @on_ranks(4)
 def test_a_mesh_of_replicas_and_shards(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))

@@ -468,6 +468,8 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
     with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
         fully_shard(nn.Linear(3, 2), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with pytest.raises(ConfigurationError, match="should be a bool, got <class 'int'>"):
+        cast("Any", fully_shard(nn.Linear(2, 2), mesh=flat)).set_reshard_after_forward(2)
     late: Any = fully_shard(nn.Linear(2, 2), mesh=flat)
     late.weight._local_tensor.fsdp_pre_all_gather = print
     for _ in range(2):
