@@ -70,6 +70,7 @@ from shardkit.optimizer_state.forms import (
     shard_by_name,
 )
 from shardkit.optimizer_state.kinds import Slot
+from shardkit.optimizers.shards import MADE
 from shardkit.oss import OSS
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.torch_seams.hooks import NO_BACKWARD, callers
@@ -778,28 +779,18 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
 
 
 # ------------------------------------------------------------ optimizers made before, or for each parameter
-def _step_at_once(param: Tree) -> None:
-    for optimizer in param._in_backward_optimizers:
-        optimizer.step()
-    param.grad = None
-
-
 def _follow(unit: nn.Module, _: object) -> None:
     """Leads optimizers of the model as it was to its shards, once it is called: with ``use_orig_params`` torch's serve.
 
-    Those that have stepped before are left alone; their next step is refused. Those that torch's
-    ``_apply_optimizer_in_backward`` has made, one for each parameter, step as soon as its gradient is reduced.
+    Those that have stepped before are left alone; their next step is refused.
     """
     hooks = unit._forward_pre_hooks
     for number in [k for k, hook in hooks.items() if hook is _follow]:
         del hooks[number]
     if not isinstance(unit, FullyShardedDataParallel):
         return
-    for param in unit.params:
-        if hasattr(param, "_in_backward_optimizers"):
-            if not unit._use_orig_params:
-                raise ConfigurationError("a step in backward is only supported with use_orig_params=True")
-            param.register_post_accumulate_grad_hook(_step_at_once)
+    if not unit._use_orig_params and any(hasattr(p, MADE) for p in unit.params):
+        raise ConfigurationError("a step in backward is only supported with use_orig_params=True")
     if unit._state.is_root is False or not unit._use_orig_params:
         return  # inside of one that has been called
     flats = {*unit._state.all_flats()}

@@ -244,8 +244,7 @@ class FlattenParamsWrapper(nn.Module):
 
     # -------------------------------------------------------- copies
     def __deepcopy__(self, memo: Memo) -> FlattenParamsWrapper:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        made = memo[id(self)] = type(self).__new__(type(self))
         flattened = self.is_flattened
         if flattened:  # without views; see [Note: three states of an original parameter]
             self._put([None] * len(list(self._param_infos)))

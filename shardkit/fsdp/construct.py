@@ -451,8 +451,11 @@ def _check(units: Sequence[Found]) -> None:
             _check_names(found)
         if options.dtensors and found.originals:
             found.cut_over = _mesh_of_dtensors(found)
+        elif any(map(attrgetter("is_apart"), found.originals)):
+            apart = [o for o in found.originals if o.is_apart]
+            refuse_split(apart, "A module that lists no DTensors", "Use fully_shard(dtensors=True)")
         count = options.reshard.after_forward
-        if not isinstance(count, bool) and count < group.world_size:
+        if not isinstance(count, bool) and count != group.world_size:
             found.state.post_forward_mesh = post_forward_mesh(group, count)
 
 

@@ -91,6 +91,7 @@ from ..backend import Group, ReduceOp, Work, not_compiled
 from ..checks import facts_of_all
 from ..errors import LifecycleError
 from ..layout import buckets_by_size
+from ..optimizers.shards import IN_BACKWARD, step_in_backward
 from ..oss.exchange import GradientExchange
 from ..torch_seams.hooks import (
     DROPPED,
@@ -843,6 +844,9 @@ class Engine:
         for flat in self._flats:
             if flat.store.state is LOCKED:
                 flat.store.unlock()
+        torchs = sys.modules.get(IN_BACKWARD)
+        if torchs is not None and torchs.param_to_acc_grad_map.data:
+            step_in_backward(listing.param for flat in self._flats for listing in flat.listings)
         self._is_planned = len(self.pending) <= 1 and not self._held
         self._at_end = not sends_last or (not self._is_planned and self.needs_one_order)
         self._passed = -1

@@ -101,8 +101,7 @@ class UnitModule(FlattenParamsWrapper):
     __setstate__ = nn.Module.__setstate__
 
     def __deepcopy__(self, memo: Memo) -> UnitModule:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
@@ -299,8 +298,7 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
 
     def __deepcopy__(self: Self, memo: Memo) -> Self:
         check_copied(self._state, memo)
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        made = memo[id(self)] = type(self).__new__(type(self))
         made.__setstate__(copy.deepcopy(self.__dict__, memo))
         return made
 

@@ -252,8 +252,7 @@ class MOELayer(nn.Module):
         self._agreed = facts
 
     def __deepcopy__(self, memo: dict[int, object]) -> MOELayer:
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
+        made = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             if name == "l_aux":
                 value = value.detach()  # part of a graph

@@ -192,6 +192,24 @@ def _with_parts(optimizer: Optimizer, closure: Callable[[], Tree]) -> Callable[[
     return evaluated
 
 
+# ------------------------------------------------------------ optimizers for each parameter, in backward
+# Where torch's ``_apply_optimizer_in_backward`` is, and what it notes on a parameter for which it has made some.
+IN_BACKWARD, MADE = "torch.distributed.optim.apply_optimizer_in_backward", "_in_backward_optimizers"
+
+
+def step_in_backward(shards: Iterable[Tree]) -> None:
+    """Has them step, from now on, as soon as a shard's gradient is reduced: autograd never comes to it."""
+    for shard in shards:
+        if hasattr(shard, MADE) and _step_at_once not in (shard._post_accumulate_grad_hooks or {}).values():
+            shard.register_post_accumulate_grad_hook(_step_at_once)
+
+
+def _step_at_once(shard: Tree) -> None:
+    for optimizer in shard._in_backward_optimizers:
+        optimizer.step()
+    shard.grad = None
+
+
 # ------------------------------------------------------------ options and gradients of a step, the same on all ranks
 _grad_of = attrgetter("grad")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from shardkit import FSDP, OSS, ShardedDDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.optimizers.elementwise import Verdict, judge
+from tests.beside import assert_same
 from tests.border.strategies import (
     GLOO,
     STRATEGIES,
@@ -453,3 +455,25 @@ def test_closures_on_xla(rank: int, world_size: int, by_owners: bool) -> None:
         backend.mark_step()
     for name, value in wrapped.state_dict().items():
         torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("strategy", [*BY_FSDP, "dtensors", "torch_fsdp", "torch_fsdp, orig"])
+@on_ranks(*GLOO)
+def test_optimizers_of_single_parameters_step_in_backward(
+    rank: int, world_size: int, strategy: str, hooks: bool
+) -> None:
+    """What torch makes for each parameter trained nothing, in silence."""
+    inner, plain = make_model(), make_model()
+    model = fully_shard(inner, dtensors=True) if strategy == "dtensors" else wrapped(strategy, inner)
+    loss_of(model, rank).backward()  # a first step by hand
+    model.zero_grad()
+    _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1}, register_hook=hooks)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()
+        torch.stack([loss_of(plain, r, step) for r in range(world_size)]).mean().backward()
+        optimizer.step()
+    assert_same(model, plain)

@@ -64,6 +64,11 @@ What is not covered:
 - `ShardedDDP` with `OSS`: a gradient counts where its owner has it. One that another rank clears is not missed, and all
   ranks get the owner's result. A rank that owns no gradient at all (there are more ranks than parameters) takes no part
   in `torch.nn.utils.clip_grad_norm_`: all raise OutOfStepError; `OSS.clip_grad_norm` asks all ranks.
+- Parameters of a `ShardedDDP` that a program updates by itself (`p.data -= lr * p.grad`, or `p.sub_`): their owners
+  alone have gradients, so that each rank changes other ones, and ranks part in silence. Step an `OSS`.
+- Optimizers that torch's `_apply_optimizer_in_backward` makes for each parameter, beside `ShardedDDP`, or before FSDP
+  wraps the module: they step by this rank's own gradients, or never, in silence. Make them of parameters that FSDP
+  lists.
 - What writes `param.grad` by itself in backward, as fused kernels of other libraries do, is not reduced by
   `ShardedDDP`.
 - A tensor with a graph that leaves a module otherwise than in what it returns or keeps as an attribute (in a

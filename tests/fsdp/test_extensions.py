@@ -23,6 +23,7 @@ from shardkit import fully_shard, sharding_of
 from shardkit.checkpoint.tools import Conversion, convert
 from shardkit.checkpoint.tools.hugging_face import read_weights
 from shardkit.errors import ConfigurationError, LifecycleError, RankFailedError, RankMismatchError
+from shardkit.torch_fsdp import FullyShardedDataParallel as FSDP1
 from shardkit.torch_seams.tensors import named_parts
 from tests.beside import batch
 from tests.pools import on_ranks, rank_pool
@@ -758,3 +759,30 @@ def test_quantized_weights_leave_and_come_back(kind: str, tmp_path: Path) -> Non
     rank_pool(3).run(_quantized_leaves, kind, str(tmp_path))
     for world_size, frozen in ((2, "keep"), (4, "host"), (1, "reshard")):
         rank_pool(world_size).run(_quantized_comes_back, kind, str(tmp_path), frozen)
+
+
+class Own(torch.Tensor):
+    """Is a tensor with memory of its own, and says what is gathered."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+@on_ranks(1, 2, 3)
+def test_modules_that_list_no_dtensors_refuse_them(rank: int, world_size: int) -> None:
+    """Raw errors came from inside of the first forward, or of sharding."""
+    shards: list[Any] = [
+        shardkit.FSDP,
+        lambda m: shardkit.FSDP(m, flatten=False),
+        lambda m: fully_shard(m, dtensors=False),
+        lambda m: FSDP1(m, use_orig_params=True),
+        FSDP1,
+    ]
+    for shard in shards:
+        with pytest.raises(
+            ConfigurationError, match=r"lists no DTensors .* a Own, has a class with fsdp_pre_all"
+        ):
+            shard(Net(lambda data: data.as_subclass(Own)))

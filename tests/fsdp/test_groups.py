@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP
+from shardkit import FSDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.construct import hybrid_groups, post_forward_mesh
@@ -30,6 +30,9 @@ def test_every_rank_is_in_one_group_of_each_kind(rank: int, world_size: int) -> 
 def test_numbers_that_do_not_divide_the_ranks(rank: int) -> None:
     with pytest.raises(ConfigurationError, match=r"groups of 2\. .* factor of 3, not 2"):
         hybrid_groups(2, backend="simulated")
+    for count in (2, 4, 6):  # more than there are, too
+        with pytest.raises(ConfigurationError, match=rf"groups of {count}\. .* factor of 3, not {count}"):
+            fully_shard(nn.Linear(4, 5), reshard_after_forward=count, dtensors=False, backend="simulated")
 
 
 class Branches(nn.Module):
