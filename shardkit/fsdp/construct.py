@@ -38,7 +38,7 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError, RedirectedError
 from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout
-from ..optimizers.shards import are_registered, listing_of
+from ..optimizers.shards import IN_BACKWARD, are_registered, listing_of, refuse_steps_in_backward
 from ..policy import Compression
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
@@ -438,6 +438,8 @@ def _check(units: Sequence[Found]) -> None:
     for found in units:
         options, group = found.state.options, found.state.group
         refuse_writers(found.modules, group)
+        if IN_BACKWARD in sys.modules and sys.modules[IN_BACKWARD].param_to_acc_grad_map.data:
+            refuse_steps_in_backward(map(attrgetter("param"), found.originals))
         if checked != (options, group):  # units that one call makes have the same
             checked = options, group
             check_options(options, group)

@@ -844,8 +844,7 @@ class Engine:
         for flat in self._flats:
             if flat.store.state is LOCKED:
                 flat.store.unlock()
-        torchs = sys.modules.get(IN_BACKWARD)
-        if torchs is not None and torchs.param_to_acc_grad_map.data:
+        if IN_BACKWARD in sys.modules and sys.modules[IN_BACKWARD].param_to_acc_grad_map.data:
             step_in_backward(listing.param for flat in self._flats for listing in flat.listings)
         self._is_planned = len(self.pending) <= 1 and not self._held
         self._at_end = not sends_last or (not self._is_planned and self.needs_one_order)

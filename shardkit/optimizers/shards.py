@@ -198,9 +198,10 @@ IN_BACKWARD, MADE = "torch.distributed.optim.apply_optimizer_in_backward", "_in_
 
 
 def step_in_backward(shards: Iterable[Tree]) -> None:
-    """Has them step, from now on, as soon as a shard's gradient is reduced: autograd never comes to it."""
+    """Has a shard's, not those noted on a copy, step as soon as its gradient is reduced: autograd never comes to it."""
     for shard in shards:
-        if hasattr(shard, MADE) and _step_at_once not in (shard._post_accumulate_grad_hooks or {}).values():
+        are_its = [o.param_groups[0]["params"][0] is shard for o in getattr(shard, MADE, ())]
+        if any(are_its) and _step_at_once not in (shard._post_accumulate_grad_hooks or {}).values():
             shard.register_post_accumulate_grad_hook(_step_at_once)
 
 
@@ -208,6 +209,16 @@ def _step_at_once(shard: Tree) -> None:
     for optimizer in shard._in_backward_optimizers:
         optimizer.step()
     shard.grad = None
+
+
+def refuse_steps_in_backward(params: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigurationError if there are any for these, whose gradients are for other ranks."""
+    if any(hasattr(param, MADE) for param in params):
+        raise ConfigurationError(
+            "torch's _apply_optimizer_in_backward has made optimizers for parameters whose gradients are reduced over "
+            "ranks: they would step by those of this rank, or by none. With FSDP (fully_shard, torch_fsdp) call it "
+            "after wrapping, with the parameters that are listed then; beside a ShardedDDP step its OSS after backward"
+        )
 
 
 # ------------------------------------------------------------ options and gradients of a step, the same on all ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from ..checks import (
     shape_fact,
 )
 from ..errors import ConfigurationError, LifecycleError
+from ..optimizers.shards import IN_BACKWARD, refuse_steps_in_backward
 from ..policy import ReducePolicy
 from ..progress import noting_errors
 from ..reduction.compression import check_compressible
@@ -185,6 +187,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         if not self.training or not torch.is_grad_enabled():
             return None
         exchange = self._connected()
+        if IN_BACKWARD in sys.modules and sys.modules[IN_BACKWARD].param_to_acc_grad_map.data:
+            refuse_steps_in_backward(self.module.parameters())
         if self._watch_trainable:
             exchange.refresh_if_changed(self._warn_on_change)
         exchange.begin_forward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -458,17 +459,29 @@ def test_closures_on_xla(rank: int, world_size: int, by_owners: bool) -> None:
 
 
 @pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize("strategy", [*BY_FSDP, "dtensors", "torch_fsdp", "torch_fsdp, orig"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "dtensors", "torch_fsdp", "torch_fsdp, orig"])
 @on_ranks(*GLOO)
 def test_optimizers_of_single_parameters_step_in_backward(
     rank: int, world_size: int, strategy: str, hooks: bool
 ) -> None:
-    """What torch makes for each parameter trained nothing, in silence."""
-    inner, plain = make_model(), make_model()
-    model = fully_shard(inner, dtensors=True) if strategy == "dtensors" else wrapped(strategy, inner)
+    """What torch makes for each parameter trained nothing, in silence; with ShardedDDP each rank stepped by itself."""
+
+    def shard(model: nn.Sequential) -> nn.Module:
+        if strategy == "sharded_ddp":
+            return ShardedDDP(model, OSS(model.parameters(), torch.optim.SGD, lr=0.1))
+        return fully_shard(model, dtensors=True) if strategy == "dtensors" else wrapped(strategy, model)
+
+    model, plain, before = shard(make_model()), make_model(), make_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, before.parameters(), {"lr": 0.1}, register_hook=hooks)
+    with pytest.raises(ConfigurationError, match=r"call it after wrapping, .* ShardedDDP step its OSS"):
+        loss_of(shard(before), rank)
     loss_of(model, rank).backward()  # a first step by hand
     model.zero_grad()
     _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1}, register_hook=hooks)
+    if strategy == "sharded_ddp":
+        with pytest.raises(ConfigurationError, match="ShardedDDP step its OSS after backward"):
+            loss_of(model, rank)
+        return
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for step in range(3):
         loss_of(model, rank, step).backward()
@@ -476,4 +489,8 @@ def test_optimizers_of_single_parameters_step_in_backward(
         optimizer.zero_grad()
         torch.stack([loss_of(plain, r, step) for r in range(world_size)]).mean().backward()
         optimizer.step()
+    assert_same(model, plain)
+    copied = copy.deepcopy(model)  # which has no optimizers, though torch's copies of DTensors note some
+    loss_of(copied, rank).backward()
+    assert any(p.grad is not None for p in copied.parameters())
     assert_same(model, plain)

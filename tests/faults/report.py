@@ -66,9 +66,6 @@ What is not covered:
   in `torch.nn.utils.clip_grad_norm_`: all raise OutOfStepError; `OSS.clip_grad_norm` asks all ranks.
 - Parameters of a `ShardedDDP` that a program updates by itself (`p.data -= lr * p.grad`, or `p.sub_`): their owners
   alone have gradients, so that each rank changes other ones, and ranks part in silence. Step an `OSS`.
-- Optimizers that torch's `_apply_optimizer_in_backward` makes for each parameter, beside `ShardedDDP`, or before FSDP
-  wraps the module: they step by this rank's own gradients, or never, in silence. Make them of parameters that FSDP
-  lists.
 - What writes `param.grad` by itself in backward, as fused kernels of other libraries do, is not reduced by
   `ShardedDDP`.
 - A tensor with a graph that leaves a module otherwise than in what it returns or keeps as an attribute (in a

@@ -143,34 +143,21 @@ def check_named(
     if not only_got and set(got) != set(want):
         raise Difference(where, f"names {sorted(got)} instead of {sorted(want)}")
     for name, value in got.items():
-        expected = want[name]
-        if value is None or expected is None:
-            if value is not expected:
-                shown = ["None" if v is None else f"{dense(v).flatten()[:8]}" for v in (value, expected)]
-                raise Difference(f"{where} of {name}", f"{shown[0]} instead of {shown[1]}")
-        else:
-            check_tensor(f"{where} of {name}", value, expected, tolerance)
+        check_value(f"{where} of {name}", value, want[name], tolerance)
 
 
 def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None:
     """Does the same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
-    if isinstance(want, dict):
-        if not isinstance(got, dict) or set(got) != set(want):
-            raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
+    if isinstance(want, (list, tuple)) and isinstance(got, type(want)):
+        got, want = dict(enumerate(got)), dict(enumerate(want))
+    if isinstance(want, dict) and isinstance(got, dict) and set(got) == set(want):
         for key in want:
             check_value(f"{where}[{key!r}]", got[key], want[key], tolerance)
-    elif isinstance(want, (list, tuple)):
-        if not isinstance(got, type(want)) or len(got) != len(want):
-            raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            check_value(f"{where}[{i}]", a, b, tolerance)
-    elif isinstance(want, torch.Tensor):
-        if not isinstance(got, torch.Tensor):
-            raise Difference(where, f"{got!r:.300} instead of a tensor")
+    elif isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
         check_tensor(where, got, want, tolerance)
     elif isinstance(want, float) and isinstance(got, float):
         check_numbers(where, [got], [want], tolerance)
-    elif got != want:
+    elif isinstance(want, dict | torch.Tensor) or got != want:
         raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
 
 
@@ -378,15 +365,18 @@ def run_in_one_process(
             loss = experiment.loss_of(replica, step, rank)
             (loss / world_size).backward()
             losses.append(loss.item())
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for n, p in named.items()
-        }
+        gradients = {n: gradient_of(p) for n, p in named.items()}
         if experiment.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), experiment.clip)
         optimizer.step()
         parameters = {n: p.detach().clone() for n, p in named.items()}
         trace.append(Moment(losses, gradients, parameters, persistent_buffers(model)))
     return trace
+
+
+def gradient_of(p: nn.Parameter) -> torch.Tensor:
+    """Copies a parameter's gradient; zeros where it got none."""
+    return torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -633,10 +623,8 @@ Library = Literal["fairscale", "shardkit"]
 
 def run_on_ranks(experiment: Experiment, library: Library, task: _Task) -> Trace:
     """Returns what the ranks saw, the same on each of them. Needs a process group."""
-    kind: type[_Wholes | _Shards] = _Wholes
-    if task.strategy in ("fsdp", "fully_shard"):
-        kind = _Shards if task.strategy == "fsdp" else _FullySharded
-    run = kind(experiment, library, task.strategy, dict(task.options))
+    kinds: dict[str, type[_Wholes | _Shards]] = {"fsdp": _Shards, "fully_shard": _FullySharded}
+    run = kinds.get(task.strategy, _Wholes)(experiment, library, task.strategy, dict(task.options))
     rank, world, trace = dist.get_rank(), dist.get_world_size(), []
     for step in range(task.steps):
         run.wrapper.zero_grad(set_to_none=True)
@@ -675,11 +663,7 @@ class _Wholes:
 
     def gradients(self) -> Tensors:
         owners, rank = self.optimizer._param_to_rank, dist.get_rank()
-        mine = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for n, p in self.module.named_parameters()
-            if owners.get(p, 0) == rank
-        }
+        mine = {n: gradient_of(p) for n, p in self.module.named_parameters() if owners.get(p, 0) == rank}
         found = {n: g for part in _of_all(mine) for n, g in part.items()}
         return {n: found[n] for n, _ in self.module.named_parameters()}
 
