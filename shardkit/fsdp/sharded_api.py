@@ -546,8 +546,12 @@ def _given(flat: FlatParam, dtype: torch.dtype | None, is_here: bool) -> list[to
     for k, original in enumerate(flat.originals):
         values: Tree = original.param.detach()
         if original.is_apart:
-            listed: Tree = flat.listings[k].param  # what it is multiplied to is plain on one rank, too
-            values = listed.detach().full_tensor() * 1 if listed.requires_grad else copied(values)
+            listed: Tree = flat.listings[k].param
+            try:  # what it is multiplied to is plain on one rank, too
+                values = listed.detach().full_tensor() * 1 if listed.requires_grad else copied(values)
+            except NotImplementedError as error:
+                told = f"{original.name!r} can't be exported as it is updated ({error}). Use shardkit.save"
+                raise ConfigurationError(told) from error
         if is_here:
             given.append(_cast(values, dtype, original.name))
     return given

@@ -451,7 +451,8 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
             finished.append(exact_norm([(exact, (group,))], values[0]))
             continue
         local = combined([values[k] for k, g in enumerate(groups) if g is group], order)
-        finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
+        wide = local.float() if local.itemsize < 4 else local  # as ranks with other modules' gradients
+        finished.append(global_norm(wide, order, group, "norm of gradients, for torch.nn.utils"))
     total = combined(finished, order)
     if ranges.listening:
         ranges.report_number("gradient_norm", total)

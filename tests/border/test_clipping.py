@@ -270,26 +270,37 @@ def test_ranks_that_have_nothing_of_a_dtype(rank: int, world_size: int, strategy
     t.assert_equal()
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "dtypes"),
+    [
+        (ShardedDDP, (torch.bfloat16, torch.float32)),
+        (ShardedDDP, (torch.float32, torch.float16)),
+        (FSDP, (torch.bfloat16, torch.bfloat16)),
+        (FSDP, (torch.bfloat16, torch.float32)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @on_ranks(2, 3)
 def test_one_clip_of_two_modules_of_other_dtypes(
-    rank: int, world_size: int, norm_type: float, dtypes: Any
+    rank: int, world_size: int, norm_type: float, first: Any, dtypes: Any
 ) -> None:
     """A rank that owns nothing of one sent its norm in the other one's dtype, and the process of another was ended."""
     torch.manual_seed(1)
     sizes = [[(5, 5)] * (world_size + 1), [(5, 7)]]  # every rank owns some of the first
     plain = [nn.Sequential(*[Cast(*s).to(d) for s in each]) for d, each in zip(dtypes, sizes, strict=True)]
     models = copy.deepcopy(plain)
-    parts = [OSS(m.parameters(), torch.optim.SGD, lr=0.1) for m in models]
-    wrapped = [ShardedDDP(m, o) for m, o in zip(models, parts, strict=True)]
+    wrapped = [
+        FSDP(m) if first is FSDP and k == 0 else ShardedDDP(m, OSS(m.parameters(), torch.optim.SGD, lr=0.1))
+        for k, m in enumerate(models)
+    ]
 
     for each, ranks in ((wrapped, [rank]), (plain, range(world_size))):
         losses = [m(torch.full((2, 5), 0.5 + r)).sum() for r in ranks for m in each]
         (torch.stack(losses).sum() / len(ranks)).backward()
     norms = [
         clip_grad.clip_grad_norm_([p for m in each for p in m.parameters()], 0.1, norm_type)
-        for each in (models, plain)
+        for each in (wrapped, plain)
     ]
     torch.testing.assert_close(norms[0].double(), norms[1].double(), rtol=1e-2, atol=0)
     everybody = get_backend("gloo").group().all_gather_object(norms[0].item())

@@ -98,13 +98,11 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     if not (want.is_floating_point() or want.is_complex()):
         raise Difference(where, f"{got} instead of {want}")
     wide = torch.complex128 if want.is_complex() else torch.float64
-    close = torch.allclose(
-        got.to(wide), want.to(wide), rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True
-    )
-    if not close:
-        _, gap = differing(got, want)
-        shown = f"\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
-        raise Difference(where, f"differs by {gap:.3g}{shown}", gap)
+    if torch.allclose(got.to(wide), want.to(wide), tolerance.relative, tolerance.absolute, equal_nan=True):
+        return
+    _, gap = differing(got, want)
+    shown = f"\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
+    raise Difference(where, f"differs by {gap:.3g}{shown}", gap)
 
 
 def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -116,16 +114,12 @@ def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
 
 
-def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
-    """Does the same for plain numbers; nan agrees with nan."""
+def check_number(where: str, got: float, want: float, tolerance: Tolerance) -> None:
+    """Does the same for a plain number; nan agrees with nan."""
     relative = 0.0 if tolerance == EXACT else max(tolerance.relative, 1e-12)
-    same = len(got) == len(want) and all(
-        math.isclose(a, b, rel_tol=relative, abs_tol=tolerance.absolute) or (math.isnan(a) and math.isnan(b))
-        for a, b in zip(got, want, strict=True)
-    )
-    if not same:
-        gap = max((abs(a - b) for a, b in zip(got, want, strict=False)), default=math.nan)
-        raise Difference(where, f"{list(got)} instead of {list(want)}", gap)
+    is_close = math.isclose(got, want, rel_tol=relative, abs_tol=tolerance.absolute)
+    if not is_close and not (math.isnan(got) and math.isnan(want)):
+        raise Difference(where, f"{got} instead of {want}", abs(got - want))
 
 
 def check_named(
@@ -156,7 +150,7 @@ def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None
     elif isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
         check_tensor(where, got, want, tolerance)
     elif isinstance(want, float) and isinstance(got, float):
-        check_numbers(where, [got], [want], tolerance)
+        check_number(where, got, want, tolerance)
     elif isinstance(want, dict | torch.Tensor) or got != want:
         raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
 
@@ -225,7 +219,7 @@ def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tole
     for step, (a, b) in enumerate(zip(got, want, strict=False)):
         try:
             for k, (mine, other) in enumerate(zip(a.losses, b.losses, strict=False)):
-                check_numbers(f"loss of micro-batch {k}", [mine], [other], tolerance)
+                check_number(f"loss of micro-batch {k}", mine, other, tolerance)
             if len(a.losses) != len(b.losses):
                 raise Difference("losses", f"{len(a.losses)} micro-batches instead of {len(b.losses)}")
             for what, part in (("gradient", "gradients"), ("value", "parameters"), ("buffer", "buffers")):
