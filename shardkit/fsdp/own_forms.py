@@ -347,7 +347,7 @@ class ExtendedParameter(OriginalParameter):
 
     Attributes:
         memory: of what was made of them, and is given back.
-        spans: of each tensor that it was cut as the shape, and where this rank's begins; None: every rank has all.
+        spans: for each of its tensors, as it was cut: shape, and where this rank's begins (None: every rank has all).
         facts: what the whole is beside these tensors; None where that can't be told.
     """
 
