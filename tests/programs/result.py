@@ -16,6 +16,7 @@ from shardkit.tools.verify import (
     Difference,
     Tolerance,
     check_named,
+    check_numbers,
     check_optimizer_state,
     check_value,
 )
@@ -159,9 +160,9 @@ def compare_moment(
         Difference: naming rank, step and what differs.
     """
     where = f"rank {rank}, step {got.index} ({got.kind}): "
-    check_value(where + "losses", got.losses, want.losses, tolerance)
-    check_value(where + "norms", got.norms, want.norms, tolerance)
-    check_value(where + "learning rates", got.lrs, want.lrs, tolerance)
+    check_numbers(where + "losses", got.losses, want.losses, tolerance)
+    check_numbers(where + "norms", got.norms, want.norms, tolerance)
+    check_numbers(where + "learning rates", got.lrs, want.lrs, tolerance)
     if got.grads is not None and want.grads is not None:
         check_named(where + "gradient", got.grads, want.grads, tolerance, only_got=True)
     _check_tensors(where + "value", got.params, want.params, tolerance, ordered)

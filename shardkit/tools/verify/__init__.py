@@ -114,12 +114,9 @@ def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
         raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
 
 
-def check_number(where: str, got: float, want: float, tolerance: Tolerance) -> None:
-    """Does the same for a plain number; nan agrees with nan."""
-    relative = 0.0 if tolerance == EXACT else max(tolerance.relative, 1e-12)
-    is_close = math.isclose(got, want, rel_tol=relative, abs_tol=tolerance.absolute)
-    if not is_close and not (math.isnan(got) and math.isnan(want)):
-        raise Difference(where, f"{got} instead of {want}", abs(got - want))
+def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
+    """Does the same for plain numbers; nan agrees with nan."""
+    check_value(where, [*map(float, got)], [*map(float, want)], tolerance)
 
 
 def check_named(
@@ -150,7 +147,10 @@ def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None
     elif isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
         check_tensor(where, got, want, tolerance)
     elif isinstance(want, float) and isinstance(got, float):
-        check_number(where, got, want, tolerance)
+        relative = 0.0 if tolerance == EXACT else max(tolerance.relative, 1e-12)
+        is_close = math.isclose(got, want, rel_tol=relative, abs_tol=tolerance.absolute)
+        if not is_close and not (math.isnan(got) and math.isnan(want)):
+            raise Difference(where, f"{got} instead of {want}", abs(got - want))
     elif isinstance(want, dict | torch.Tensor) or got != want:
         raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
 
@@ -219,7 +219,7 @@ def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tole
     for step, (a, b) in enumerate(zip(got, want, strict=False)):
         try:
             for k, (mine, other) in enumerate(zip(a.losses, b.losses, strict=False)):
-                check_number(f"loss of micro-batch {k}", mine, other, tolerance)
+                check_value(f"loss of micro-batch {k}", mine, other, tolerance)
             if len(a.losses) != len(b.losses):
                 raise Difference("losses", f"{len(a.losses)} micro-batches instead of {len(b.losses)}")
             for what, part in (("gradient", "gradients"), ("value", "parameters"), ("buffer", "buffers")):
