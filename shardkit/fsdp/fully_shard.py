@@ -639,7 +639,7 @@ class TorchsMethods:
         """
         if not isinstance(reshard_after_forward, bool):
             raise ConfigurationError(
-                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: fully_shard takes numbers"
             )
         for state in self._states(recurse):
             options, keeps = state.options, not reshard_after_forward

@@ -139,7 +139,7 @@ def check_named(
 
 def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None:
     """Does the same for nested dicts, lists and tuples of tensors and plain values, such as state dicts."""
-    if isinstance(want, (list, tuple)) and isinstance(got, type(want)):
+    if isinstance(want, (list, tuple)) and isinstance(got, type(want)) and len(got) == len(want):
         got, want = dict(enumerate(got)), dict(enumerate(want))
     if isinstance(want, dict) and isinstance(got, dict) and set(got) == set(want):
         for key in want:
@@ -151,7 +151,7 @@ def check_value(where: str, got: Tree, want: Tree, tolerance: Tolerance) -> None
         is_close = math.isclose(got, want, rel_tol=relative, abs_tol=tolerance.absolute)
         if not is_close and not (math.isnan(got) and math.isnan(want)):
             raise Difference(where, f"{got} instead of {want}", abs(got - want))
-    elif isinstance(want, dict | torch.Tensor) or got != want:
+    elif any(isinstance(value, dict | torch.Tensor) for value in (got, want)) or got != want:
         raise Difference(where, f"{got!r:.300} instead of {want!r:.300}")
 
 
