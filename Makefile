@@ -85,7 +85,7 @@ define at_once
 endef
 
 # A part that takes half of the time of `make test`.
-HALF := $(addprefix tests/,adascale backends border compat differential reduction)
+HALF := $(addprefix tests/,backends border compat differential)
 # What starts programs of its own, as users start them: most of the time goes to processes that import torch. And what
 # takes longest: trainings to the same bits, with batches that are skipped, and that go on with other numbers of ranks.
 PROGRAMS := $(addprefix tests/,cli clients doctor estimate examples faults figures gpu integrations pages rehearsal running \
@@ -113,7 +113,7 @@ NEWEST_ONLY := $(addprefix tests/,estimate doctor differential figures gpu cli m
   out_of_memory checkpoint_tools adascale/test_adascale.py activations/test_recurrent.py compression/test_training.py \
   $(addprefix examples/test_,data_files.py memory_plan.py) \
   checkpoint/test_files.py $(addprefix clients/test_,torchrun.py fsdp2_trainer.py) $(addprefix running/test_,run.py started.py) \
-  rehearsal/test_scripts.py $(addprefix tracing/test_,run.py command.py metrics.py) \
+  rehearsal/test_scripts.py $(addprefix tracing/test_,command.py metrics.py) \
   $(addprefix training_checkpoints/test_,whole_or_not.py resume.py) $(addprefix fsdp/test_,align.py large.py one_order.py) \
   backends/test_lifetimes.py $(addprefix border/test_,libraries.py same_bits.py) \
   $(addprefix whole_parameters/test_,oss.py plan.py rules.py state.py) \
@@ -147,7 +147,7 @@ test-xla: $(XLA)/.ready
 QUICK := $(addprefix tests/,test_layout.py test_docs.py test_house.py test_summary.py activations adascale checks evaluation flattening \
   compression/test_blocks.py model_parallel moe optimizers oss parity pipeline reduction sharded_ddp torch_seams wrapping \
   checkpoint/test_prefix.py compat/test_older_paths.py compat/test_redirected.py migration/test_rewriting.py \
-  $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py unused.py) \
+  $(addprefix fsdp/test_,backward_plan.py compat.py fully_shard.py groups.py order.py store.py) \
   $(addprefix extra/test_,adam.py auto_shard.py dynamic_loss_scaler.py gossip_graphs.py mevo.py offload.py) \
   $(addprefix backends/test_,contract.py gloo.py simulated.py watchdog.py) \
   $(addprefix border/test_,inside.py kept_views.py optimizers.py wrappers.py) \

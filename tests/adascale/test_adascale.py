@@ -26,6 +26,7 @@ from shardkit.optim import OSS, AdaScale, AdaScaleWrapper
 from shardkit.optim.adascale import numpy_globals
 from shardkit.training.adascale import AdaScaleArgumentError, GradientOrderError
 from tests.beside import reread
+from tests.doors import linears
 from tests.pools import on_ranks, rank_pool
 
 
@@ -187,8 +188,7 @@ def test_gains_and_parameters(kind: str, world: int) -> None:
 
 # ------------------------------------------------------------------------------------------ one process
 def small(count: int = 2, **options: Any) -> tuple[nn.Sequential, AdaScale]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = linears(6, 5, 3, seed=1).double()
     return model, AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=count, **options)
 
 

@@ -143,10 +143,10 @@ def check_reduce_scatter(r: Ranks, dtypes: Sequence[torch.dtype]) -> None:
 def large(rank: Rank, backend: str) -> None:
     """More than is moved at once."""
     r = ranks(backend)
-    patterns: list[list[int]] = [[100_000] * r.world_size]
+    cases = [([100_000] * r.world_size, op) for op in OPS]
     if not r.backend.even_shards_only:
-        patterns.append([1_100_000, 7, 0, 120_000][: r.world_size])
-    for sizes, op in itertools.product(patterns, OPS):
+        cases.append(([1_100_000, 7, 0, 120_000][: r.world_size], ReduceOp.SUM))
+    for sizes, op in cases:
         input = r.mine(sum(sizes), torch.float32, salt=1)
         shard = r.blank(sizes[r.rank], torch.float32)
         r.group.reduce_scatter_into(shard, input, sizes, op=op, async_op=True).wait()

@@ -25,7 +25,7 @@ from tests.backends.environments import environments, family
 from tests.beside import batch
 from tests.late_device import ranks
 from tests.late_device.build import missing
-from tests.pools import ForkedPool, rank_pool
+from tests.pools import ForkedPool, on_ranks, rank_pool
 
 everywhere = pytest.mark.parametrize(
     ("backend", "world_size"), [e for e in environments("late", "tpu", "torch_tpu") if e.values[1] > 1]
@@ -143,7 +143,9 @@ def _offloaded_and_moved(rank: int) -> None:
                     torch.testing.assert_close(value.cpu(), plain.get_parameter(name).detach())
 
 
-def _offloaded_dtensors(rank: int, ranks: int) -> None:
+@pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
+@on_ranks((2, "late"), (3, "late"))
+def test_what_is_kept_of_offloaded_dtensors(rank: int, world_size: int) -> None:
     """What an optimizer keeps of DTensors stays on the host with them."""
     device = get_backend("late").device()
     torch.manual_seed(0)
@@ -153,8 +155,8 @@ def _offloaded_dtensors(rank: int, ranks: int) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(3):
         model(batch(rank, step).to(device)).square().mean().backward()
-        for r in range(ranks):
-            (plain(batch(r, step)).square().mean() / ranks).backward()
+        for r in range(world_size):
+            (plain(batch(r, step)).square().mean() / world_size).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -162,12 +164,6 @@ def _offloaded_dtensors(rank: int, ranks: int) -> None:
     assert {value.device.type for value in kept} == {"cpu"}
     for name, value in sharding_of(model).export():
         torch.testing.assert_close(value.cpu(), plain.state_dict()[name])
-
-
-@pytest.mark.skipif(bool(missing()), reason="the device can't be compiled")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_kept_of_offloaded_dtensors(ranks: int) -> None:
-    rank_pool(ranks, "late").run(_offloaded_dtensors, ranks)
 
 
 def _in_another_order(rank: int, backend: str) -> str:

@@ -21,6 +21,7 @@ pytest.importorskip("torch_xla", reason="needs torch_xla")
 from shardkit.backends.xla import ReplicaPool
 from tests.backends.contract_programs import Ranks, check_group
 from tests.backends.xla_process_programs import ends
+from tests.doors import linears
 from tests.pools import Pool, on_ranks, rank_pool
 from tests.started import TORCHRUN, output_of, ran
 
@@ -47,8 +48,7 @@ def step(wait: bool = False) -> None:
 
 
 def net() -> torch.nn.Module:
-    torch.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    return linears(6, 16, 3, seed=7)
 
 
 def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 
 from shardkit import ShardedDDP
 from shardkit.errors import LifecycleError
-
-from .strategies import WORLDS, batch, loss_of, run, twins
+from tests.border.strategies import WORLDS, batch, loss_of, twins
+from tests.pools import on_ranks
 
 REFUSED: dict[str, Callable[[torch.Tensor, list[Any]], Any]] = {
     "grad": lambda loss, shards: torch.autograd.grad(loss, shards),
@@ -23,11 +23,12 @@ REFUSED: dict[str, Callable[[torch.Tensor, list[Any]], Any]] = {
 }
 
 
-def _asked(rank: int, world: int) -> None:
+@on_ranks(*WORLDS)
+def test_gradients_of_shards(rank: int, world_size: int) -> None:
     """Refused before anything runs: the same loss has its gradients afterwards."""
     for strategy in ("fsdp", "units", "unflattened", "in_place", "torch_fsdp", "torch_fsdp_orig"):
-        pair = twins(rank, world, strategy)
-        losses = [loss_of(pair.plain, r) for r in range(world)]
+        pair = twins(rank, world_size, strategy)
+        losses = [loss_of(pair.plain, r) for r in range(world_size)]
         torch.stack(losses).mean().backward()
         loss = loss_of(pair.model, rank)
         for ask in REFUSED.values():
@@ -41,14 +42,10 @@ def _asked(rank: int, world: int) -> None:
         pair.assert_equal()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_gradients_of_shards(world: tuple[int, str]) -> None:
-    run(world, _asked)
-
-
-def _of_sharded_ddp(rank: int, world: int) -> None:
+@on_ranks((2, "simulated"), (3, "simulated"))
+def test_gradients_of_a_sharded_ddp(rank: int, world_size: int) -> None:
     """Gradients that nothing would average are refused, and what was reduced before stays what it is."""
-    pair = twins(rank, world, "sharded_ddp")
+    pair = twins(rank, world_size, "sharded_ddp")
     model, params = pair.model, [*pair.model.parameters()]
     assert isinstance(model, ShardedDDP)
     pair.backward()
@@ -68,8 +65,3 @@ def _of_sharded_ddp(rank: int, world: int) -> None:
     torch.testing.assert_close(own, expected)
     pair.step()
     pair.assert_equal()
-
-
-@pytest.mark.parametrize("world", [(2, "simulated"), (3, "simulated")], ids=str)
-def test_gradients_of_a_sharded_ddp(world: tuple[int, str]) -> None:
-    run(world, _of_sharded_ddp)

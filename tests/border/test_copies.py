@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from shardkit import FSDP, OSS, ShardedDDP, fully_shard
+from shardkit import OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.nn import FullyShardedDataParallel as FairscaleFSDP
 from shardkit.oss.optimizer import NotConsolidatedError
-from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import reread
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, batch, make_model, twins
+from tests.doors import DOORS
 from tests.pools import on_ranks
 
 
@@ -137,9 +136,7 @@ def test_averages_that_write_to_state_dicts(rank: int, world_size: int, strategy
 @on_ranks((1, "simulated"), (2, "simulated"))
 def test_copies_of_a_unit_that_shares_a_weight_of_one_further_down(rank: int) -> None:
     """The copy of the first began to work before the one that has the weight was copied."""
-    torchs = [partial(TorchFSDP, use_orig_params=orig) for orig in (False, True)]
-    doors: list[Any] = [FSDP, partial(FSDP, flatten=False), fully_shard, FairscaleFSDP, *torchs]
-    for wrap in doors:
+    for wrap in (FairscaleFSDP, *(DOORS[door] for door in DOORS if door != "dtensors")):
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight = first.weight
         below = wrap(nn.Sequential(wrap(second)))

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ShardedDDP, fully_shard
+from shardkit import FSDP, OSS, Compression, OffloadPolicy, PrecisionPolicy, ShardedDDP
 from shardkit.optim import AdaScale
 from shardkit.training.whole_parameters import WholeParameters
 from tests.beside import assert_same
-from tests.pools import rank_pool
+from tests.doors import linears, through
+from tests.pools import on_ranks
 
 SGD = torch.optim.SGD
 OPTIONS = {"lr": 0.1, "momentum": 0.9}
@@ -27,10 +28,8 @@ def _sharded_ddp(model: nn.Module, scales: bool = False) -> tuple[nn.Module, Any
     return ShardedDDP(model, oss), AdaScale(oss) if scales else oss
 
 
-def _in_place(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
-    for part in (*model, model):  # type: ignore[misc]
-        fully_shard(part, **options)
-    return model, SGD(model.parameters(), **OPTIONS)
+def _in_place(model: nn.Module, door: str) -> tuple[nn.Module, Any]:
+    return through(door, model, "0", "1", "2"), SGD(model.parameters(), **OPTIONS)
 
 
 def _wrapped(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
@@ -47,8 +46,8 @@ DOORS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "FSDP": _wrapped,
     "offloaded": lambda m: _wrapped(m, offload=OffloadPolicy(parameters=True)),
     "compressed": lambda m: _wrapped(m, precision=PrecisionPolicy(compression=Compression())),
-    "fully_shard": _in_place,
-    "dtensors": lambda m: _in_place(m, dtensors=True),
+    "fully_shard": lambda m: _in_place(m, "fully_shard"),
+    "dtensors": lambda m: _in_place(m, "dtensors"),
     "ShardedDDP": _sharded_ddp,
     "AdaScale": lambda m: _sharded_ddp(m, scales=True),
     "WholeParameters": _whole,
@@ -56,12 +55,13 @@ DOORS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
 
 
 def _model() -> nn.Sequential:
-    torch.manual_seed(0)
     with torch.device("cpu"):
-        return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+        return linears(6, 7, 3)
 
 
-def _train(rank: int, door: str, folder: Path) -> None:
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_training_and_checkpoints(rank: int, door: str, tmp_path: Path) -> None:
     def steps(model: nn.Module, optimizer: Any, ranks: range) -> None:
         for _ in range(2):
             for r in ranks:
@@ -76,10 +76,10 @@ def _train(rank: int, door: str, folder: Path) -> None:
         model, optimizer = DOORS[door](_model())
         steps(model, optimizer, range(rank, rank + 1))
         if door != "AdaScale":
-            shardkit.save(folder, step=1, model=model, optimizer=optimizer)
+            shardkit.save(tmp_path, step=1, model=model, optimizer=optimizer)
             before = copy.deepcopy(model.state_dict())
             steps(model, optimizer, range(rank, rank + 1))
-            shardkit.restore(folder, model=model, optimizer=optimizer)
+            shardkit.restore(tmp_path, model=model, optimizer=optimizer)
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(value, before[name], rtol=0, atol=0)
         steps(plain, SGD(plain.parameters(), **OPTIONS), range(2))  # type: ignore[arg-type]
@@ -89,7 +89,9 @@ def _train(rank: int, door: str, folder: Path) -> None:
         torch.set_default_device(None)
 
 
-def _counts(rank: int, door: str, folder: Path) -> None:
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
+@on_ranks(2)
+def test_optimizers_go_on(rank: int, door: str, tmp_path: Path) -> None:
     """What a checkpoint gives an optimizer to count with is where the optimizer can read it."""
     model, _ = DOORS[door](_model())
     optimizer, x = torch.optim.Adam(model.parameters()), torch.linspace(-1, 1 + rank, 30).view(5, 6)
@@ -100,18 +102,8 @@ def _counts(rank: int, door: str, folder: Path) -> None:
         optimizer.zero_grad()
         with torch.device("meta"):
             if step == 1:
-                shardkit.save(folder, step=step, model=model, optimizer=optimizer)
+                shardkit.save(tmp_path, step=step, model=model, optimizer=optimizer)
             elif step == 2:
                 values.append(copy.deepcopy(model.state_dict()))
-                shardkit.restore(folder, model=model, optimizer=optimizer)
+                shardkit.restore(tmp_path, model=model, optimizer=optimizer)
     torch.testing.assert_close(dict(model.state_dict()), dict(values[0]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
-def test_optimizers_go_on(door: str, tmp_path: Path) -> None:
-    rank_pool(2).run(_counts, door, tmp_path)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_training_and_checkpoints(door: str, tmp_path: Path) -> None:
-    rank_pool(2).run(_train, door, tmp_path)

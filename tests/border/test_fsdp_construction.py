@@ -18,27 +18,6 @@ from tests.pools import on_ranks
 
 
 # ------------------------------------------------------------------ construction
-@pytest.mark.parametrize("part", [False, True])
-@on_ranks(1, 2, (3, "simulated"))
-def test_optimizers_from_before_wrapping(rank: int, part: bool) -> None:
-    model: Any = build(Net)
-    if part:
-        model.block = FSDP(model.block)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = copy.deepcopy(optimizer.state_dict())
-    model = FSDP(model)
-    model(batch(0, 1)[0]).sum().backward()
-    with pytest.raises(LifecycleError, match="of this AdamW were taken over by FSDP modules"):
-        optimizer.step()
-    assert optimizer.state_dict() == before
-    after = torch.optim.AdamW(model.parameters(), lr=0.1)
-    after.step()
-    if not part:
-        after.add_param_group({"params": [model.module.head.weight]})
-        with pytest.raises(LifecycleError, match=r"\('head\.weight'\): it would never change"):
-            after.step()
-
-
 class Named(nn.Module):
     """Has something by the name under which shards are listed."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,22 +111,6 @@ def test_changes_when_summoned(rank: int, compute: torch.dtype | None) -> None:
             inside = model(x)
         assert torch.equal(model(x), inside)
         assert model.state_dict()["block.0.weight"].eq(0.1).all()
-
-
-@on_ranks(1, 2, (3, "simulated"))
-def test_copies_when_summoned(rank: int) -> None:
-    model = wrap(build(Net)).eval()
-    with model.summon_full_params():
-        for part in (model, model.module):
-            with pytest.raises(
-                LifecycleError, match="copying or pickling an FSDP module inside of summon_full"
-            ):
-                copy.deepcopy(part)
-        plain = copy.deepcopy(model.module.head)
-    assert type(plain.weight) is nn.Parameter
-    copied = copy.deepcopy(model)
-    x = batch(0, 1)[0]
-    assert torch.equal(copied(x), model(x))
 
 
 # ------------------------------------------------------------------ methods other than forward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardkit import FSDP, LifecycleError, ReducePolicy, fully_shard
-from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from shardkit import FSDP, LifecycleError, ReducePolicy
 from tests.beside import whole
 from tests.border.strategies import heard
+from tests.doors import DOORS, through
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
 
@@ -65,9 +64,9 @@ class Scaled(Net):
 @on_ranks(2)
 def test_all_ranks_say_it(rank: int) -> None:
     """Also those that have no part of it; as an error where sums have an order. Where one rank used it, none does."""
-    for wrap in (FSDP, lambda m: TorchFSDP(m, use_orig_params=False)):
+    for door in ("FSDP", "torch_fsdp"):
         for by_freezing in (False, True):
-            model = wrap(build(Scaled))
+            model = DOORS[door](build(Scaled))
             with heard(logging.WARNING) as lines:
                 _trained(model, torch.optim.AdamW(model.parameters()), by_freezing)
             (line,) = lines
@@ -82,22 +81,10 @@ def test_all_ranks_say_it(rank: int) -> None:
         assert not lines
 
 
-BY_PARAMETER: list[Any] = [
-    partial(FSDP, flatten=False),
-    partial(TorchFSDP, use_orig_params=True),
-    fully_shard,
-    partial(fully_shard, dtensors=True),
-]
-
-
 @on_ranks(2)
 def test_members_without_gradients_in_some_steps(rank: int) -> None:
     def plain_sgd(params: Any) -> Any:
         return torch.optim.SGD(params, lr=0.1, weight_decay=0.1)
-
-    def nested(model: Net) -> FSDP:
-        model.middle = FSDP(model.middle)  # type: ignore[assignment]
-        return FSDP(model)
 
     with heard(logging.WARNING) as lines:
         for by_freezing, makes in (
@@ -107,11 +94,13 @@ def test_members_without_gradients_in_some_steps(rank: int) -> None:
             for make in makes:
                 plain = build(Net)
                 truth = _trained(plain, make(plain.parameters()), by_freezing)
-                for wrap in (FSDP, nested, *BY_PARAMETER):
-                    model = wrap(build(Net))
+                for door in ("FSDP", "nested", "unflattened", "torch_fsdp_orig", "fully_shard", "dtensors"):
+                    model = (
+                        through("FSDP", build(Net), "middle") if door == "nested" else DOORS[door](build(Net))
+                    )
                     lines.clear()
                     found = _trained(model, make(model.parameters()), by_freezing)
-                    if wrap is FSDP and make in (torch.optim.Adam, torch.optim.AdamW):
+                    if door == "FSDP" and make in (torch.optim.Adam, torch.optim.AdamW):
                         # each rank has a part of the middle layer, and says it once
                         (line,) = lines
                         assert line.startswith(f"rank {rank}: parameter 'middle.")

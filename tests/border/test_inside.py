@@ -17,6 +17,7 @@ from shardkit import FSDP, PrecisionPolicy, fully_shard
 from shardkit.errors import LifecycleError
 from tests.beside import assert_same, mean_square, reread, steps_beside, train_beside
 from tests.border.strategies import GLOO, batch, loss_of, make_model, wrapped
+from tests.doors import through
 from tests.fsdp_models import build
 from tests.pools import on_ranks
 
@@ -231,15 +232,10 @@ class Penalized(nn.Module):
 def _in_units(how: str, precision: PrecisionPolicy) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(Penalized(), Penalized())
-    if how in ("flat", "apart"):
-        inner = [FSDP(m, flatten=how == "flat", precision=precision) for m in model]
-        return FSDP(nn.Sequential(*inner), flatten=how == "flat", precision=precision)
-    for m in (*model, model):
-        fully_shard(m, dtensors=how == "dtensors", precision=precision)
-    return model
+    return through(how, model, "0", "1", precision=precision)
 
 
-@pytest.mark.parametrize("how", ["flat", "apart", "rows", "dtensors"])
+@pytest.mark.parametrize("how", ["FSDP", "unflattened", "fully_shard", "dtensors"])
 @on_ranks(2, 3)
 def test_a_module_that_computes_lists_what_it_computes_with(rank: int, world_size: int, how: str) -> None:
     """Also where the computation is run again in backward; before and after, shards."""
@@ -417,17 +413,8 @@ class Catching(nn.Module):
             return self.last(self.middle(x) if self.again else x)  # type: ignore[no-any-return]
 
 
-def _sharded_as(door: str, model: nn.Module, units: list[str]) -> Any:
-    for name in units:
-        if door == "fsdp":
-            setattr(model, name, FSDP(getattr(model, name)))
-        else:
-            fully_shard(getattr(model, name), dtensors=door == "dtensors")
-    return FSDP(model) if door == "fsdp" else fully_shard(model, dtensors=door == "dtensors")
-
-
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("door", ["fsdp", "rows", "dtensors"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 @on_ranks(1, 2, 3)
 def test_an_interrupt_that_an_outer_forward_catches(
     rank: int, world_size: int, door: str, again: bool
@@ -435,7 +422,7 @@ def test_an_interrupt_that_an_outer_forward_catches(
     """Without gradients and with, in steps before and after others."""
     plain, inner = (build(lambda: Catching(again)) for _ in range(2))
     middle = inner.middle
-    model = _sharded_as(door, inner, ["first", "middle", "last"])
+    model = through(door, inner, "first", "middle", "last")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     for step in range(4):
         for layer in (middle, plain.middle):
@@ -453,7 +440,7 @@ def test_an_interrupt_that_an_outer_forward_catches(
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("door", ["fsdp", "rows", "dtensors"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 @pytest.mark.parametrize("with_gradients", [False, True])
 @on_ranks(1, 2, 3)
 def test_an_interrupt_of_a_unit_that_is_its_own_root(
@@ -462,7 +449,7 @@ def test_an_interrupt_of_a_unit_that_is_its_own_root(
     """It is called before the module around it was, and next as a part of that."""
     plain, inner = (build(lambda: Catching(True)) for _ in range(2))
     middle = inner.middle
-    model = _sharded_as(door, inner, ["first", "middle", "last"])
+    model = through(door, inner, "first", "middle", "last")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     for step in range(3):
         with torch.set_grad_enabled(with_gradients):

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, ReshardPolicy, fully_shard
+from shardkit import FSDP, ReshardPolicy
 from shardkit.errors import LifecycleError
+from tests.beside import steps_beside
 from tests.border.strategies import Net, wrap
+from tests.doors import through
 from tests.fsdp_models import batch, build
 from tests.pools import on_ranks
 
@@ -177,18 +179,13 @@ LEAVING: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 }
 
 
-DOORS = ["fsdp", "unflattened", "rows", "dtensors"]
+DOORS = ["FSDP", "unflattened", "fully_shard", "dtensors"]
 
 
 def in_front(first: nn.Module, door: str | None) -> Any:
     """In front of two layers, each of which is a unit."""
     model: Any = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
-    if door in ("rows", "dtensors"):
-        for unit in (*model, model):
-            fully_shard(unit, dtensors=door == "dtensors")
-    elif door:
-        model = FSDP(nn.Sequential(*map(FSDP, model)), flatten=door == "fsdp")
-    return model
+    return through(door, model, "0", "1", "2") if door else model
 
 
 @pytest.mark.parametrize("how", LEAVING)
@@ -204,19 +201,17 @@ def test_a_tensor_that_leaves_otherwise(rank: int, world_size: int, door: str, h
         return Leaving(lambda h: left.append(leave(h)))
 
     truth, model = in_front(make(), None), in_front(make(), door)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (truth, model)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, truth)]
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        return m(batch(step, world_size)[r].requires_grad_(step == 1)).sum()  # type: ignore[no-any-return]
+
     for step in range(3):
-        for m in (truth, model):
-            for r in range(world_size) if m is truth else [rank]:
-                x = batch(step, world_size)[r].requires_grad_(step == 1)
-                (m(x).sum() / (world_size if m is truth else 1)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        left.clear()
+        steps_beside(rank, world_size, model, truth, loss, optimizers, [step])
         named = rf"^rank {rank}: backward came to parameter '0\.(up|down)\.(weight|bias)', .* left its FSDP module in a"
         with pytest.raises(LifecycleError, match=named):
-            take(left.pop()).sum().backward()
-        left.clear()
+            take(left[0]).sum().backward()
     x = batch(7, world_size)[rank]
     torch.testing.assert_close(model(x), truth(x))
 
@@ -425,6 +420,11 @@ def test_copies(rank: int) -> None:
             assert torch.equal(made(x), expected)
         hidden = torch.ones(2, 5)
         with model.summon_full_params():
+            for part in (model, model.module):
+                with pytest.raises(
+                    LifecycleError, match="copying or pickling an FSDP module inside of summon_full"
+                ):
+                    copy.deepcopy(part)
             truth = model.module.head(hidden)
             copied = copy.deepcopy(model.module.head)
             saved = pickle.dumps(model.module.head)

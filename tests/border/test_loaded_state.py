@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardkit import FSDP, OSS, ShardedGradScaler, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError, RankMismatchError
 from tests.beside import reread
 from tests.border.strategies import STRATEGIES, batch, twins
+from tests.doors import through
 from tests.pools import on_ranks, rank_pool
 
 SHARDS = [s for s in STRATEGIES if s != "sharded_ddp"]
@@ -173,23 +173,12 @@ def test_state_of_a_scaler() -> None:
 SAVED = Path(__file__).with_name("saved_by_0_2.zip")
 
 
-DOORS: dict[str, Any] = {
-    "FSDP": FSDP,
-    "unflat": partial(FSDP, flatten=False),
-    "fully_shard": fully_shard,
-    "dtensors": partial(fully_shard, dtensors=True),
-}
-
-
 def _built(door: str = "") -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)), nn.Linear(7, 3)
     )
-    if door:
-        model[2] = DOORS[door](model[2])
-        return DOORS[door](model)  # type: ignore[no-any-return]
-    return model
+    return through(door, model, "2") if door else model
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, batches: list[int]) -> None:
@@ -230,7 +219,7 @@ def _loads_files_of_0_2(rank: int, world_size: int, new: str) -> None:
                 _train(model, optimizer, range(1), [rank])
 
 
-@pytest.mark.parametrize("new", DOORS)
+@pytest.mark.parametrize("new", ["FSDP", "unflattened", "fully_shard", "dtensors"])
 def test_files_of_0_2(new: str) -> None:
     for world_size in (2,) if new == "dtensors" else (1, 2, 3):
         backend = "gloo" if new == "dtensors" or world_size == 1 else "simulated"

@@ -216,33 +216,35 @@ def test_declared_classes_are_not_tried() -> None:
 
 
 # ------------------------------------------------------------------ made when
-@pytest.mark.parametrize("strategy", BY_FSDP)
+@pytest.mark.parametrize("strategy", [*BY_FSDP, "all but a unit"])
 @pytest.mark.parametrize("stepped_before", [False, True])
 @on_ranks(*WORLDS)
 def test_an_optimizer_made_before_wrapping(
     rank: int, world_size: int, strategy: str, stepped_before: bool
 ) -> None:
+    """Also where a unit was wrapped already: the root's own parameters are lost. One made afterwards steps."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy == "all but a unit":
+        model[2] = FSDP(model[2])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if stepped_before:
         loss_of(model, rank).backward()
         optimizer.step()
-    sharded = wrapped(strategy, model)
+    before = str(optimizer.state_dict())
+    sharded = wrapped("fsdp" if strategy == "all but a unit" else strategy, model)
     loss_of(sharded, rank).backward()
-    with pytest.raises(LifecycleError, match="after wrapping"):
+    words = (
+        rf"{4 if strategy == 'all but a unit' else 5} of the 5 parameters of this AdamW were taken over by"
+    )
+    with pytest.raises(LifecycleError, match=words + r".*'0.bias'.*after wrapping"):
         optimizer.step()
-
-
-@on_ranks(2)
-def test_an_optimizer_made_before_the_root_is_wrapped(rank: int, world_size: int) -> None:
-    """Units are wrapped, then the optimizer is made, then the root is wrapped: the root's own parameters are lost."""
-    model = make_model()
-    model[2] = FSDP(model[2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = FSDP(model)
-    loss_of(sharded, rank).backward()
-    with pytest.raises(LifecycleError, match=r"4 of the 5 parameters .*'0.bias'"):
-        optimizer.step()
+    assert str(optimizer.state_dict()) == before
+    after = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    after.step()
+    if strategy == "fsdp":
+        after.add_param_group({"params": [sharded.module[4].weight]})  # type: ignore[index,union-attr]
+        with pytest.raises(LifecycleError, match=r"\('4\.weight'\): it would never change"):
+            after.step()
 
 
 @on_ranks(*GLOO)

@@ -15,25 +15,21 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardkit
-from shardkit import FSDP, OSS, ShardedDDP, fully_shard
+from shardkit import FSDP, OSS, ShardedDDP
 from shardkit.errors import ConfigurationError, LifecycleError
-from shardkit.torch_fsdp import FullyShardedDataParallel
 from shardkit.training.whole_parameters import WholeParameters
+from tests.beside import batch
+from tests.doors import DOORS, linears, through
 from tests.pools import on_ranks
 
 X = torch.ones(2, 6)
-TorchFSDP = partial(FullyShardedDataParallel, use_orig_params=True)
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+_net = partial(linears, 6, 5, 4)
 
 
-def _units(flatten: bool = True) -> FSDP:
-    model = _net()
-    model[0] = FSDP(model[0], flatten=flatten)
-    return FSDP(model, flatten=flatten)
+def _units() -> FSDP:
+    return through("FSDP", _net(), "0")  # type: ignore[no-any-return]
 
 
 def _compiled_backward(model: FSDP, with_forward: bool) -> None:
@@ -110,13 +106,10 @@ def test_transforms(rank: int, world_size: int) -> None:
                 transform(model)(X)
         else:
             torch.testing.assert_close(transform(model)(X), transform(plain)(X), rtol=0, atol=1e-6)
-    doors: list[Any] = [FSDP, fully_shard, partial(fully_shard, dtensors=True), TorchFSDP]
-    for door in doors:  # the root has no parameters of its own
-        root = _net()
-        for k in (0, 2):
-            root[k] = door(root[k])
+    for door in DOORS:  # the root has no parameters of its own
+        root = through(door, _net(), "0", "2")
         with pytest.raises(LifecycleError, match=REFUSED["grad of functional_call"][1]):
-            _functional_gradient(door(root))
+            _functional_gradient(root)
     with model.summon_full_params():
         mine = functional_call(model.module[2], {"weight": torch.zeros(4, 5)}, (torch.ones(1, 5),))  # type: ignore[index]
     torch.testing.assert_close(mine, plain[2].bias.detach()[None], rtol=0, atol=1e-6)
@@ -152,27 +145,17 @@ def _wrapped(door: str) -> tuple[Any, Any]:
     if door == "ShardedDDP":
         optimizer = OSS(model.parameters(), adam, lr=0.1)
         return ShardedDDP(model, optimizer), optimizer
-    if door == "FSDP":
-        model.inner = FSDP(model.inner)  # type: ignore[assignment]
-        model = FSDP(model)  # type: ignore[assignment]
-    elif door == "torch_fsdp":
-        model.inner = TorchFSDP(model.inner)  # type: ignore[assignment]
-        model = TorchFSDP(model)  # type: ignore[assignment]
-    else:
-        for module in (model.inner, model):
-            fully_shard(module, dtensors=door == "dtensors")
     if door == "WholeParameters":
-        return model, WholeParameters(model, adam, lr=0.1)
-    return model, adam(model.parameters(), lr=0.1)
+        whole = through("fully_shard", model, "inner")
+        return whole, WholeParameters(whole, adam, lr=0.1)
+    sharded = through(door, model, "inner")
+    return sharded, adam(sharded.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
     ("door", "clips"),
     [
-        *(
-            (door, False)
-            for door in ("ShardedDDP", "FSDP", "torch_fsdp", "fully_shard", "dtensors", "WholeParameters")
-        ),
+        *((door, False) for door in ("ShardedDDP", *DOORS, "WholeParameters") if door != "torch_fsdp"),
         ("ShardedDDP", True),
     ],
 )
@@ -231,22 +214,6 @@ def test_parameters_are_not_swapped(rank: int) -> None:
 
 
 # ------------ What torch can do with a plain module and not with a wrapped one: refused by name, on all ranks.
-def plain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def nested() -> FSDP:
-    model = plain()
-    model[0] = FSDP(model[0])
-    return FSDP(model)
-
-
-def inputs(rank: int = 0) -> torch.Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
-
-
-# ------------------------------------------------------------ hooks
 def _halve(p: nn.Parameter) -> None:
     assert p.grad is not None
     p.grad.mul_(0.5)
@@ -255,18 +222,18 @@ def _halve(p: nn.Parameter) -> None:
 @on_ranks(1, 2)
 def test_hooks_on_wrapped_parameters(rank: int, world_size: int) -> None:
     """They are refused where no gradient would be; on shards they run."""
-    truth, model = plain(), nested()
+    truth, model = _net(), _units()
     for p in (model.module[2].weight, model.module[0].module.bias):  # type: ignore[index]
         with pytest.raises(ConfigurationError, match=r"shards that the FSDP module's parameters\(\) lists"):
             p.register_post_accumulate_grad_hook(_halve)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(_halve)
-    model(inputs(rank)).sum().backward()
-    sum(truth(inputs(r)).sum() / (2 * world_size) for r in range(world_size)).backward()  # type: ignore[union-attr]
+    model(batch(rank)).sum().backward()
+    sum(truth(batch(r)).sum() / (2 * world_size) for r in range(world_size)).backward()  # type: ignore[union-attr]
     norm = torch.stack([p.grad.norm() for p in truth.parameters() if p.grad is not None]).norm()
     torch.testing.assert_close(model.clip_grad_norm_(1e9), norm)
 
-    inner = plain()
+    inner = _net()
     # the first one, on this rank's gradient
     kept = inner[0].weight.register_post_accumulate_grad_hook(_halve)
     wrapped: ShardedDDP | None = ShardedDDP(inner, OSS(inner.parameters(), torch.optim.SGD, lr=0.1))
@@ -274,14 +241,14 @@ def test_hooks_on_wrapped_parameters(rank: int, world_size: int) -> None:
         with pytest.raises(ConfigurationError, match="between backward and step"):
             inner[2].weight.register_post_accumulate_grad_hook(_halve)
     assert wrapped is not None
-    wrapped(inputs(rank)).sum().backward()
+    wrapped(batch(rank)).sum().backward()
     kept.remove()
     del wrapped
     inner[2].weight.register_post_accumulate_grad_hook(_halve)  # a plain module again
     inner.zero_grad()
     truth.zero_grad()
-    inner(inputs()).sum().backward()
-    truth(inputs()).sum().backward()
+    inner(batch(0)).sum().backward()
+    truth(batch(0)).sum().backward()
     for p, q, factor in zip(inner.parameters(), truth.parameters(), (1, 1, 2, 1), strict=True):
         assert p.grad is not None
         assert q.grad is not None

@@ -30,27 +30,15 @@ from shardkit.errors import ConfigurationError, ShardkitError
 from shardkit.nn import FullyShardedDataParallel, ShardedDataParallel
 from tests.beside import train_beside
 from tests.border.strategies import batch, needs_xla
+from tests.doors import linears, through
 from tests.pools import on_ranks
 
-
-def plain() -> nn.Sequential:
-    """Uneven sizes; the last layer is the one that becomes a unit."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+plain = partial(linears, 5, 7, 5)
 
 
 def units(**options: Any) -> FSDP:
     """The model as a root with a unit inside."""
-    model = plain()
-    model[2] = FSDP(model[2], **options)
-    return FSDP(model, **options)
-
-
-def part_sharded() -> nn.Sequential:
-    """A plain module of which one layer is sharded."""
-    model = plain()
-    model[2] = FSDP(model[2])
-    return model
+    return through("FSDP", plain(), "2", **options)  # type: ignore[no-any-return]
 
 
 def sharded_ddp(model: nn.Module) -> ShardedDDP:
@@ -84,7 +72,7 @@ def replicated(module: nn.Module) -> nn.Module:
     return DistributedDataParallel(nn.ParameterList(list(module.parameters())))
 
 
-def with_wrapped_layer(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+def with_wrapped_layer(wrap: Callable[[nn.Module], nn.Module] = FSDP) -> nn.Sequential:
     """Only the last layer is wrapped."""
     model = plain()
     model[2] = wrap(model[2])
@@ -94,15 +82,15 @@ def with_wrapped_layer(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
 NESTED: dict[str, Callable[[], Any]] = {
     "DDP of FSDP": lambda: DistributedDataParallel(units()),
     "DDP of FSDP, not flat": lambda: DistributedDataParallel(units(flatten=False)),
-    "DDP of a part": lambda: DistributedDataParallel(part_sharded()),
+    "DDP of a part": lambda: DistributedDataParallel(with_wrapped_layer()),
     "DDP of shards": lambda: replicated(units()),
     "DDP of DTensors": lambda: DistributedDataParallel(fully_shard(plain(), dtensors=True)),
     "DDP of ShardedDDP": lambda: DistributedDataParallel(sharded_ddp(plain())),
     "DataParallel of FSDP": lambda: DataParallel(units()),
     "FSDP1 of FSDP": lambda: fsdp1(units()),
-    "FSDP1 of a part": lambda: fsdp1(part_sharded()),
+    "FSDP1 of a part": lambda: fsdp1(with_wrapped_layer()),
     "FSDP2 of FSDP": lambda: fsdp2(units()),
-    "FSDP2 of a part": lambda: fsdp2(part_sharded()),
+    "FSDP2 of a part": lambda: fsdp2(with_wrapped_layer()),
     "FSDP of DDP": lambda: FSDP(DistributedDataParallel(plain())),
     "FSDP of a DDP part": lambda: FSDP(with_wrapped_layer(DistributedDataParallel)),
     "FSDP of ShardedDDP": lambda: FSDP(sharded_ddp(plain())),
@@ -111,7 +99,7 @@ NESTED: dict[str, Callable[[], Any]] = {
     "FSDP of DTensors": lambda: FSDP(distributed(plain())),
     "ShardedDDP of DDP": lambda: sharded_ddp(DistributedDataParallel(plain())),
     "ShardedDDP of FSDP": lambda: sharded_ddp(units()),
-    "ShardedDDP of an FSDP part": lambda: sharded_ddp(part_sharded()),
+    "ShardedDDP of an FSDP part": lambda: sharded_ddp(with_wrapped_layer()),
     "ShardedDDP of DTensors": lambda: sharded_ddp(fully_shard(plain(), dtensors=True)),
     "ShardedDDP of others' DTensors": lambda: sharded_ddp(distributed(plain())),
     "ShardedDDP of ShardedDDP": lambda: sharded_ddp(sharded_ddp(plain())),
@@ -155,7 +143,7 @@ def test_a_refused_wrapper_leaves_the_shards_alone(rank: int) -> None:
 def test_ddp_that_ignores_the_shards_takes_the_rest(rank: int) -> None:
     """DDP averages the first layer, FSDP the last: names that DDP is told to ignore are nobody else's business."""
     world = dist.get_world_size()
-    model, truth = part_sharded(), plain()
+    model, truth = with_wrapped_layer(), plain()
     last: Any = model[2]
     names = [n for path, m in last.named_modules(prefix="2") for n, _ in m.named_parameters(path, False)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

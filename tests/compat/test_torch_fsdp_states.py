@@ -42,6 +42,8 @@ from tests.compat.torch_fsdp_programs import (
 )
 from tests.pools import on_ranks, rank_pool
 
+UNITS: dict[str, Any] = {"auto_wrap_policy": INNER, "device_id": CPU}
+
 
 # ------------------------------------------------------------ state dicts
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -88,13 +90,11 @@ def _goes_on(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Any, pla
         torch.testing.assert_close(state[name], value, atol=2e-6, rtol=2e-6)
 
 
-def _optimizer_states(rank: int, world_size: int, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, 3)
+def test_optimizer_states_go_both_ways(rank: int, world_size: int, use_orig_params: bool) -> None:
     plain, plain_optimizer = one_process(world_size)
-    options: dict[str, Any] = {
-        "use_orig_params": use_orig_params,
-        "auto_wrap_policy": INNER,
-        "device_id": CPU,
-    }
+    options = {**UNITS, "use_orig_params": use_orig_params}
     model, optimizer, _ = trained(FSDP, rank, use_orig_params=use_orig_params)
     found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     same_state(plain, plain_optimizer, found)
@@ -138,20 +138,12 @@ def _optimizer_states(rank: int, world_size: int, use_orig_params: bool) -> None
     _goes_on(target, target_optimizer, [rank], after)
 
 
-@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (2, True), (3, False)])
-def test_optimizer_states_go_both_ways(world_size: int, use_orig_params: bool) -> None:
-    rank_pool(world_size).run(_optimizer_states, world_size, use_orig_params)
-
-
-def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, folder: str) -> None:
+@on_ranks(2, 3)
+def test_torchs_functions_for_state_dicts(rank: int, world_size: int, tmp_path: Path) -> None:
     """get_state_dict and set_state_dict, through files too; ShardedTensors of torch's FSDP as they are."""
     plain, plain_optimizer = one_process(world_size)
-    options: dict[str, Any] = {
-        "use_orig_params": use_orig_params,
-        "auto_wrap_policy": INNER,
-        "device_id": CPU,
-    }
-    model, optimizer, _ = trained(FSDP, rank, use_orig_params=use_orig_params)
+    options = {**UNITS, "use_orig_params": world_size == 3}
+    model, optimizer, _ = trained(FSDP, rank, use_orig_params=world_size == 3)
     full = state_dict.StateDictOptions(full_state_dict=True)
     found, of_optimizer = state_dict.get_state_dict(model, optimizer, options=full)
     same(found, plain.state_dict())
@@ -159,7 +151,9 @@ def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, fold
     first = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     on_first = state_dict.get_state_dict(model, optimizer, options=first)
     assert [len(d) > 0 for d in on_first] == [rank == 0] * 2
-    dcp.save(dict(zip("mo", state_dict.get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    dcp.save(
+        dict(zip("mo", state_dict.get_state_dict(model, optimizer), strict=True)), checkpoint_id=tmp_path
+    )
     after = copy.deepcopy(plain)
     after_optimizer = adam(after)
     after_optimizer.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
@@ -178,7 +172,7 @@ def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, fold
         assert all(torch.equal(a, b) for a, b in zip(start, target.parameters(), strict=True))
         how = None
         if k == 0:
-            dcp.load(loaded, checkpoint_id=folder)
+            dcp.load(loaded, checkpoint_id=tmp_path)
         elif k == 1:
             loaded = {"m": on_first[0], "o": on_first[1]}
             how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -202,11 +196,6 @@ def _by_torchs_functions(rank: int, world_size: int, use_orig_params: bool, fold
         same(state_dict.get_model_state_dict(compiled, options=full), found)
     with pytest.raises(ConfigurationError, match="ignore_frozen_params"):
         state_dict.get_model_state_dict(model, options=state_dict.StateDictOptions(ignore_frozen_params=True))
-
-
-@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (3, True)])
-def test_torchs_functions_for_state_dicts(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
-    rank_pool(world_size).run(_by_torchs_functions, world_size, use_orig_params, str(tmp_path))
 
 
 @on_ranks(2)
@@ -347,11 +336,7 @@ def test_what_ranks_have_of_an_optimizer(program: Callable[..., None]) -> None:
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_local_state_dicts(rank: int, world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
     """A file of each rank's own, which loads to the bit where it was made, and into no other rank."""
-    options: dict[str, Any] = {
-        "auto_wrap_policy": INNER,
-        "device_id": CPU,
-        "use_orig_params": use_orig_params,
-    }
+    options = {**UNITS, "use_orig_params": use_orig_params}
     model, other = FSDP(net(), **options), nn.ModuleDict({"inner": FSDP(net(), **options)})
     optimizer, follows = adam(model), adam(other)
     train(model, [rank], optimizer)
@@ -438,7 +423,7 @@ def test_a_checkpoint_is_read_into_an_optimizer_that_never_stepped(
 ) -> None:
     """As accelerate and Trainer resume: what is not in the state to be filled is not read, without a word."""
     make = optim if optim is adam else lambda m: optim(m.parameters())
-    options: dict[str, Any] = {"auto_wrap_policy": INNER, "use_orig_params": use_orig_params}
+    options = {**UNITS, "use_orig_params": use_orig_params}
     model = FSDP(net(), **options)
     optimizer = make(model)
     if has_stepped:
@@ -485,23 +470,22 @@ class Prepared(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-@on_ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("has_stepped", [True, False])
-@pytest.mark.parametrize(
-    "kind", [getattr(torch.optim, n) for n in ("AdamW", "NAdam", "RAdam", "Rprop", "ASGD")]
-)
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "RAdam", "Rprop", "ASGD"])
+@on_ranks(2)
 def test_a_checkpoint_is_read_into_a_prepared_optimizer(
-    rank: int, use_orig_params: bool, has_stepped: bool, kind: Any, tmp_path: Path
+    rank: int, use_orig_params: bool, has_stepped: bool, kind: str, tmp_path: Path
 ) -> None:
     """It was read into nothing, in silence: training went on without moments."""
     models, optimizers, state = [], [], {}
+    make = getattr(torch.optim, kind)
     for number in range(2):
         module = net()
-        before = kind(module.parameters(), lr=0.1)
+        before = make(module.parameters(), lr=0.1)
         model = FSDP(module, auto_wrap_policy=INNER, use_orig_params=use_orig_params)
         models.append(model)
-        optimizers.append(Prepared(before if use_orig_params else kind(model.parameters(), lr=0.1)))
+        optimizers.append(Prepared(before if use_orig_params else make(model.parameters(), lr=0.1)))
         if number == 0 and has_stepped:
             train(model, [rank], optimizers[0])
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from shardkit.optim import OSS, AdaScale
+from tests.doors import linears
 from tests.pools import on_ranks, rank_pool
 
 real = pytest.importorskip("fairscale.optim.adascale")
@@ -151,8 +152,7 @@ def test_drawn_programs(world: int, program: Program) -> None:
 # ------------------------------------------------------------------------------------------ interface
 # ------------------------------------------------------------------------------------------ in one process
 def small(kind: Any, count: int = 2, **options: Any) -> tuple[nn.Sequential, Any]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model = linears(4, 5, 2, seed=1)
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
     return model, kind(SGD(groups, lr=0.1, momentum=0.9), num_gradients_to_accumulate=count, **options)
 

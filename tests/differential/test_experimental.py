@@ -21,7 +21,6 @@ from fairscale.experimental.tooling import layer_memory_tracker as their_tracker
 from shardkit.experimental.nn import auto_shard, mevo, offload
 from shardkit.experimental.optim import DynamicLossScaler
 from shardkit.experimental.tooling import layer_memory_tracker
-from tests.pools import rank_pool
 
 pytestmark = pytest.mark.oracle
 
@@ -126,58 +125,3 @@ def test_best_reset_points() -> None:
         theirs, ours = (m.find_best_reset_points(sizes, count) for m in (their_tracker, layer_memory_tracker))
         assert ours[0] == theirs[0]
         assert list(ours[1]) == list(theirs[1])
-
-
-# ------------------------------------------------------------------------------------------ with ranks
-def _net(library: str, kind: str) -> Any:
-    import importlib
-
-    return importlib.import_module(f"{library}.experimental.nn{kind}").SyncBatchNorm
-
-
-def _sync_batch_norm(rank: int, library: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    layer = _net(library, ".sync_batchnorm")(3)
-    found = []
-    for step in range(3):
-        x = torch.randn(
-            2 + rank, 3, 4, 4, generator=torch.Generator().manual_seed(rank + 10 * step), requires_grad=True
-        )
-        y = layer(x)
-        y.pow(3).sum().backward()
-        found += [y.detach(), x.grad]
-    return [*found, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
-
-
-def test_sync_batch_norm() -> None:
-    theirs = rank_pool(2, "fairscale").run(_sync_batch_norm, "fairscale")
-    ours = rank_pool(2).run(_sync_batch_norm, "shardkit")
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def _slow_momentum(rank: int, library: str, memory_efficient: bool) -> list[torch.Tensor]:
-    import importlib
-
-    kind = importlib.import_module(f"{library}.experimental.nn.data_parallel").SlowMoDistributedDataParallel
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    net = kind(model, 1, slowmo_frequency=4, localsgd_frequency=2, slowmo_memory_efficient=memory_efficient)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-    if library == "fairscale":  # else it takes what each rank has after its first step as the start
-        net._init_global_momentum_buffers(optimizer)
-    found = []
-    for step in range(9):
-        net.zero_grad()
-        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank + 10 * step))
-        net(x).pow(2).mean().backward()
-        optimizer.step()
-        net.perform_slowmo(optimizer)
-        found.append(torch.cat([p.detach().view(-1) for p in net.parameters()]))
-    return found
-
-
-@pytest.mark.parametrize("memory_efficient", [False, True])
-def test_slow_momentum(memory_efficient: bool) -> None:
-    theirs = rank_pool(2, "fairscale").run(_slow_momentum, "fairscale", memory_efficient)
-    ours = rank_pool(2).run(_slow_momentum, "shardkit", memory_efficient)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

@@ -15,43 +15,16 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit import fully_shard
+from tests.fsdp.test_torch_words import Net, loss_of
 from tests.pools import on_ranks
 
 Shards = Callable[..., Any]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words, self.layers = nn.Embedding(10, 6), nn.ModuleList([Block() for _ in range(3)])
-        self.norm, self.output = nn.LayerNorm(6), nn.Linear(6, 10, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x))
 
 
 def sharded(shards: Shards, model: Any, **words: Any) -> Any:
     for layer in model.layers:
         shards(layer, **words)
     return shards(model, **words)
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    x = torch.randint(0, 10, (3, 4), generator=torch.Generator().manual_seed(100 * step + rank))
-    return nn.functional.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
 
 
 def gradients(model: nn.Module) -> list[Any]:

@@ -21,6 +21,8 @@ from shardkit.nn.data_parallel import (
 )
 from shardkit.nn.misc import FlattenParamsWrapper
 from shardkit.utils.testing import DummyProcessGroup
+from tests.beside import batch as data
+from tests.beside import steps_beside
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks
 
@@ -148,17 +150,9 @@ class Tied(nn.Module):
 
 
 def _train_both(model: nn.Module, truth: nn.Module, rank: int, world_size: int) -> None:
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, truth)]
-    for step in range(2):
-        xs = [
-            torch.randn(3, 4, generator=torch.Generator().manual_seed(9 * step + r))
-            for r in range(world_size)
-        ]
-        model(xs[rank]).pow(2).sum().backward()
-        (sum(truth(x).pow(2).sum() for x in xs) / world_size).backward()
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
+    steps_beside(
+        rank, world_size, model, truth, lambda m, r, step: m(data(r, step, 3, 4)).pow(2).sum(), steps=range(2)
+    )
     for name, value in truth.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, msg=lambda text, n=name: f"{n}: {text}")
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardkit import (
+    FSDP,
     Change,
     ConfigurationError,
     FileNotWrittenError,
@@ -259,7 +260,7 @@ def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None
     plain = nn.Sequential(nn.Linear(37, 41), nn.GELU(), nn.Linear(41, 1001), nn.Linear(1001, 5))
     plain[1].register_buffer("seen", torch.zeros(()))
     start = {n: v.clone() for n, v in plain.state_dict().items()}
-    model = fully_shard(plain, **options) if wrap is in_place else by_root(plain, **options)
+    model = (fully_shard if wrap is in_place else FSDP)(plain, **options)  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     sent, weights, sizes, engine = SentWeights(), {}, [], Engine()
     told, source = (
@@ -301,17 +302,11 @@ def _receive(rank: int, wrap: Wrap, steps: int, options: dict[str, Any]) -> None
             change.apply(torch.ones(4))
 
 
-def by_root(model: nn.Module, **options: Any) -> nn.Module:
-    from shardkit import FSDP
-
-    return FSDP(model, **options)
-
-
 def test_what_has_changed_is_sent_to_the_bit() -> None:
     pool = rank_pool(3)
     pool.run(_receive, in_place, 200, {})
     pool.run(_receive, in_place, 3, {"dtensors": True})
-    pool.run(_receive, by_root, 3, {})
+    pool.run(_receive, by_wrappers, 3, {})
 
 
 @on_ranks(2, 4)

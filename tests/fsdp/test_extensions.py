@@ -23,9 +23,9 @@ from shardkit import fully_shard, sharding_of
 from shardkit.checkpoint.tools import Conversion, convert
 from shardkit.checkpoint.tools.hugging_face import read_weights
 from shardkit.errors import ConfigurationError, LifecycleError, RankFailedError, RankMismatchError
-from shardkit.torch_fsdp import FullyShardedDataParallel as FSDP1
 from shardkit.torch_seams.tensors import named_parts
 from tests.beside import batch
+from tests.doors import DOORS
 from tests.pools import on_ranks, rank_pool
 
 aten = torch.ops.aten
@@ -774,15 +774,7 @@ class Own(torch.Tensor):
 @on_ranks(1, 2, 3)
 def test_modules_that_list_no_dtensors_refuse_them(rank: int, world_size: int) -> None:
     """Raw errors came from inside of the first forward, or of sharding."""
-    shards: list[Any] = [
-        shardkit.FSDP,
-        lambda m: shardkit.FSDP(m, flatten=False),
-        lambda m: fully_shard(m, dtensors=False),
-        lambda m: FSDP1(m, use_orig_params=True),
-        FSDP1,
-    ]
-    for shard in shards:
-        with pytest.raises(
-            ConfigurationError, match=r"lists no DTensors .* a Own, has a class with fsdp_pre_all"
-        ):
-            shard(Net(lambda data: data.as_subclass(Own)))
+    words = r"lists no DTensors .* a Own, has a class with fsdp_pre_all"
+    for door in (door for door in DOORS if door != "dtensors"):
+        with pytest.raises(ConfigurationError, match=words):
+            DOORS[door](Net(lambda data: data.as_subclass(Own)))

@@ -10,19 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardkit import (
-    ConfigurationError,
-    LifecycleError,
-    OutOfStepError,
-    ReshardPolicy,
-    fully_shard,
-    sharding_of,
-    summary,
-)
+from shardkit import ConfigurationError, LifecycleError, OutOfStepError, ReshardPolicy, sharding_of, summary
 from tests.beside import assert_same
+from tests.doors import DOORS, through
 from tests.figures.counters import OperationCounter
 from tests.figures.gpt import AdaptedLinear
-from tests.fsdp.test_export import by_root
 from tests.fsdp.test_extensions import Quantized
 from tests.pools import on_ranks, rank_pool, run_once
 
@@ -51,16 +43,7 @@ class Stack(nn.Module):
 
 
 def _sharded(model: Stack, wrap: str, **options: Any) -> nn.Module:
-    for k, layer in enumerate(model.layers):
-        if wrap == "FSDP":
-            model.layers[k] = by_root(layer, **options)
-        else:
-            fully_shard(layer, dtensors=wrap == "dtensors", **options)
-    if wrap == "FSDP":
-        model.frozen = by_root(model.frozen, **options)
-        return by_root(model, **options)
-    fully_shard(model.frozen, dtensors=wrap == "dtensors", **options)
-    return fully_shard(model, dtensors=wrap == "dtensors", **options)
+    return through(wrap, model, *[f"layers.{k}" for k in range(LAYERS)], "frozen", **options)
 
 
 def _loss(model: nn.Module, seed: int, width: int = WIDTH) -> torch.Tensor:
@@ -133,16 +116,15 @@ def test_frozen_values_stay_and_are_right(wrap: str, frozen: str) -> None:
         rank_pool(3).run(_kept, wrap, True, 3, frozen)
 
 
-def _mixed(rank: int, world_size: int, wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
+@on_ranks(2, 3)
+def test_each_unit_has_a_policy_of_its_own(rank: int, world_size: int, wrap: str) -> None:
     """Each unit keeps its frozen values as a function of its number says."""
     policies: list[Any] = ["reshard", "keep", "host", "keep", "host", "reshard"]
     plain, model = Stack(), Stack()
 
     def shard(part: nn.Module, number: int) -> nn.Module:
-        policy = ReshardPolicy(frozen=policies[number])
-        if wrap == "FSDP":
-            return by_root(part, reshard=policy)
-        return fully_shard(part, dtensors=wrap == "dtensors", reshard=policy)
+        return DOORS[wrap](part, reshard=ReshardPolicy(frozen=policies[number]))
 
     for k, layer in enumerate(model.layers):
         model.layers[k] = shard(layer, k)
@@ -168,12 +150,6 @@ def _mixed(rank: int, world_size: int, wrap: str) -> None:
     sent = counter.sent * world_size / (world_size - 1)
     assert sent == 0 or 2 * one + 2.9 * trained <= sent <= 2.1 * one + 4.2 * trained, (sent, one, trained)
     assert_same(whole, plain, rtol=0)
-
-
-@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_each_unit_has_a_policy_of_its_own(wrap: str, world_size: int) -> None:
-    rank_pool(world_size).run(_mixed, world_size, wrap)
 
 
 def _packed(rank: int, frozen: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -268,11 +244,18 @@ def _alone(rank: int, door: str) -> tuple[str, str]:
     return "", ""
 
 
-@pytest.mark.parametrize("door", ["fully_shard", "FSDP"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_state_dict_of_kept_values_on_one_rank_alone(door: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("door", "world", "backend"),
+    [
+        ("fully_shard", 2, "gloo"),
+        ("fully_shard", 3, "simulated"),
+        ("FSDP", 2, "simulated"),
+        ("FSDP", 3, "gloo"),
+    ],
+)
+def test_a_state_dict_of_kept_values_on_one_rank_alone(door: str, world: int, backend: str) -> None:
     """Refused where it is called, with what the other ranks do."""
-    found = run_once(world, "gloo", _alone, door)
+    found = run_once(world, backend, _alone, door)
     assert all("sharded_state_dict() of frozen values that are kept" in said for said, _ in found)
     assert ".sharded_state_dict()" in found[0][1]
 

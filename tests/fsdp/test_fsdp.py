@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from shardkit import FSDP, OffloadPolicy, PrecisionPolicy, ReducePolicy, Reshard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
 from tests.beside import assert_same, reread, steps_beside, train_beside
+from tests.doors import linears, through
 from tests.fsdp_models import MODELS, WIDTH, batch, build
 from tests.pools import on_ranks, rank_pool
 
@@ -26,19 +26,9 @@ def mean_loss(model: nn.Module, xs: torch.Tensor) -> torch.Tensor:
     return torch.stack([model(x).pow(2).mean() for x in xs]).mean()
 
 
-def linears(*widths: int) -> nn.Sequential:
-    """Linear layers with tanh between them."""
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), nn.Tanh()]
-    return nn.Sequential(*layers[:-1])
-
-
 def wrapped(model: nn.Sequential, **options: Any) -> FSDP:
     """Every second linear layer is a unit, and the rest belongs to the root."""
-    for i in range(2, len(model), 4):
-        model[i] = FSDP(model[i], **options)
-    return FSDP(model, **options)
+    return through("FSDP", model, *map(str, range(2, len(model), 4)), **options)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------ training
@@ -116,7 +106,7 @@ def test_options_change_no_numbers(name: str, options: dict[str, Any]) -> None:
 @on_ranks(4)
 def test_two_by_two_ranks(rank: int, world_size: int, mode: str) -> None:
     """Shards over two of four ranks; or over four, and over two between forward and backward."""
-    plain, start = build(lambda: linears(WIDTH, 7, 5, 3, 1)), linears(WIDTH, 7, 5, 3, 1)
+    plain, start = (linears(WIDTH, 7, 5, 3, 1, seed=seed) for seed in range(2))
     if rank == 0:
         start.load_state_dict(plain.state_dict())
     options: dict[str, Any] = {"reshard": ReshardPolicy(after_forward=2)}
@@ -143,7 +133,7 @@ def test_two_by_two_ranks(rank: int, world_size: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
 @on_ranks(2)
 def test_torch_compile(rank: int, mode: str) -> None:
-    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    plain, model = (linears(WIDTH, 7, 5, 1) for _ in range(2))
     if mode == "inside a unit":
         model[2] = FSDP(torch.compile(model[2], backend="aot_eager"))
         sharded = FSDP(model)
@@ -174,7 +164,7 @@ def assert_equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 @on_ranks(2)
 def test_summoned_parameters_are_real_and_written_back(rank: int) -> None:
-    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    model = wrapped(linears(WIDTH, 7, 5, 1))
     before = model.state_dict()
     shards = [p.detach().clone() for p in model.parameters()]
     with model.summon_full_params(writeback=False):
@@ -198,7 +188,7 @@ def test_summoned_parameters_are_real_and_written_back(rank: int) -> None:
 
 @on_ranks(2)
 def test_casts_attributes_and_inference(rank: int) -> None:
-    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    model = wrapped(linears(WIDTH, 7, 5, 1))
     x = batch(0, 2)[rank].double()
     assert model.to(torch.float64) is model
     assert model(x).dtype is torch.float64
@@ -214,15 +204,15 @@ def test_casts_attributes_and_inference(rank: int) -> None:
 @on_ranks(2)
 def test_a_program_may_begin_with_an_evaluation(rank: int) -> None:
     """Under inference mode, in units too large to travel together: what training writes to is made for training."""
-    plain = build(lambda: linears(WIDTH, 400, 300, 1))
-    model = wrapped(build(lambda: linears(WIDTH, 400, 300, 1)))
+    plain = linears(WIDTH, 400, 300, 1)
+    model = wrapped(linears(WIDTH, 400, 300, 1))
     with torch.inference_mode():
         torch.testing.assert_close(model(batch(0, 2)[rank]), plain(batch(0, 2)[rank]))
     train_beside(rank, 2, model, plain, lambda m, r, step: m(batch(step, 2)[r]).pow(2).mean())
 
 
 def _local(rank: int) -> tuple[Any, Any, Any]:
-    model = wrapped(build(lambda: linears(WIDTH, 7, 5, 1)))
+    model = wrapped(linears(WIDTH, 7, 5, 1))
     local = copy.deepcopy(model.local_state_dict())
     loaded = reread({"state": local, "metadata": model.local_metadata_dict()})  # weights_only
     with torch.no_grad():
@@ -245,7 +235,7 @@ def test_local_state_dicts_consolidate_without_a_process_group() -> None:
 @on_ranks(2)
 def test_hooks_on_shards_get_reduced_gradients(rank: int) -> None:
     """An optimizer that steps in backward, as soon as a shard has its gradient; and a hook that halves gradients."""
-    plain, model = (build(lambda: linears(WIDTH, 7, 5, 1)) for _ in range(2))
+    plain, model = (linears(WIDTH, 7, 5, 1) for _ in range(2))
     sharded = wrapped(model)
     for p in sharded.parameters():
         optimizer = torch.optim.SGD([p], lr=0.1)

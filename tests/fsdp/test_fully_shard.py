@@ -233,15 +233,11 @@ def test_copies(rank: int, world_size: int) -> None:
     both = copy.deepcopy(around)
     torch.testing.assert_close(both(batch(0, 1)), around(batch(0, 1)))
     second = copy.deepcopy(copy.deepcopy(model))  # of one that never ran
-    optimizer, other = (
-        torch.optim.SGD(second.parameters(), lr=0.5),
-        torch.optim.SGD(truth.parameters(), lr=0.5),
+    assert all(p.grad is None for p in second.parameters())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (second, truth)]
+    steps_beside(
+        rank, world_size, second, truth, lambda m, r, step: loss_of(m, batch(r, step)), optimizers, [1]
     )
-    loss_of(second, batch(rank, 1)).backward()
-    truth.zero_grad()
-    torch.stack([loss_of(truth, batch(r, 1)) for r in range(world_size)]).mean().backward()
-    optimizer.step()
-    other.step()
     for block in truth.blocks:
         block.calls.copy_(second.blocks[0].calls)
     assert_same(second, truth)

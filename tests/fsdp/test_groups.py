@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,8 @@ from shardkit import FSDP, fully_shard
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.construct import hybrid_groups, post_forward_mesh
-from tests.pools import on_ranks, rank_pool
+from tests.beside import batch, steps_beside
+from tests.pools import on_ranks
 
 
 @on_ranks(*[(ranks, "simulated") for ranks in (1, 2, 4, 6)])
@@ -48,29 +51,18 @@ class Branches(nn.Module):
         return y + self.second(x) if both else y
 
 
-def _unused_by_one_replica(rank: int, shard_size: int, flatten: bool) -> None:
-    shards, replicas = hybrid_groups(shard_size, backend="simulated")
-    ranks = 2 * shard_size
+@pytest.mark.parametrize("flatten", [True, False])
+@on_ranks((2, "simulated"), (4, "simulated"))
+def test_a_parameter_that_one_replica_does_not_use(rank: int, world_size: int, flatten: bool) -> None:
+    """Two replicas; of whole models too, where nothing is sharded."""
+    half = world_size // 2
+    shards, replicas = hybrid_groups(half, backend="simulated")
     one = Branches().double()
     model = FSDP(Branches().double(), group=shards, replicas=replicas, flatten=flatten)
-    optimizer, alone = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, one))
-    for step in range(2):
-        optimizer.zero_grad()
-        alone.zero_grad()
-        batches = [
-            torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + r), dtype=torch.float64)
-            for r in range(ranks)
-        ]
-        model(batches[rank], rank >= shard_size).sum().backward()
-        for r, batch in enumerate(batches):
-            (one(batch, r >= shard_size).sum() / ranks).backward()
-        optimizer.step()
-        alone.step()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, one)]
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        return m(batch(r, step, 2, 3).double(), r >= half).sum()  # type: ignore[no-any-return]
+
+    steps_beside(rank, world_size, model, one, loss, optimizers, range(2))
     torch.testing.assert_close(dict(model.state_dict()), dict(one.state_dict()))
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-@pytest.mark.parametrize("shard_size", [1, 2])
-def test_a_parameter_that_one_replica_does_not_use(shard_size: int, flatten: bool) -> None:
-    """Replicas of whole models too, where nothing is sharded."""
-    rank_pool(2 * shard_size, "simulated").run(_unused_by_one_replica, shard_size, flatten)

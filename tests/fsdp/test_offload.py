@@ -30,6 +30,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.training.grad_scaler import ShardedGradScaler
 from tests.backends.environments import environments, family
 from tests.backends.streams_device import current_device
+from tests.doors import through
 from tests.pools import rank_pool
 
 MASTERS = OffloadPolicy(masters=True, states=True, gradients=True)
@@ -54,13 +55,8 @@ class Net(nn.Module):
 
 
 def sharded(door: str, device: torch.device | None = None, **options: Any) -> nn.Module:
-    net: nn.Module = Net() if device is None else Net().to(device)
-    if door == "fsdp":
-        net.layers = nn.ModuleList([FSDP(layer, **options) for layer in net.layers])
-        return FSDP(net, **options)
-    for layer in net.layers:
-        fully_shard(layer, dtensors=door == "dtensors", **options)
-    return fully_shard(net, dtensors=door == "dtensors", **options)  # type: ignore[no-any-return]
+    net = Net() if device is None else Net().to(device)
+    return through(door, net, *[f"layers.{k}" for k in range(4)], **options)  # type: ignore[no-any-return]
 
 
 def net_of(model: nn.Module) -> Net:
@@ -117,7 +113,7 @@ def equal(one: list[Numbers], other: list[Numbers]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("door", ["fsdp", "each", "dtensors"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_training_on_the_device_to_the_bit(door: str, world_size: int, compute: Any) -> None:
     pool = rank_pool(world_size, "gloo" if door == "dtensors" else "simulated")
@@ -131,7 +127,7 @@ def test_equals_training_on_the_device_to_the_bit(door: str, world_size: int, co
 def _through_late(rank: int, name: str, early: bool, compute: Any) -> Numbers:
     device = get_backend(name).device()
     options = {"precision": PrecisionPolicy(compute=compute), "offload": MASTERS}
-    return train(rank, "fsdp" if compute is None else "each", options, early, device)
+    return train(rank, "FSDP" if compute is None else "fully_shard", options, early, device)
 
 
 @pytest.mark.parametrize(("backend", "world_size"), environments("late", "tpu"))
@@ -207,13 +203,13 @@ def _changed(rank: int, world_size: int, door: str, folder: str) -> None:
         alike("copied")
 
 
-@pytest.mark.parametrize("door", ["fsdp", "each", "dtensors"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 def test_every_change_of_the_shards_is_computed_with(door: str, tmp_path: Path) -> None:
     rank_pool(2, "gloo").run(_changed, 2, door, str(tmp_path))
 
 
 def _scaled(rank: int, policy: OffloadPolicy | None, reduce: ReducePolicy | None) -> Numbers:
-    model = sharded("fsdp", offload=policy, precision=PrecisionPolicy(compute=torch.bfloat16), reduce=reduce)
+    model = sharded("FSDP", offload=policy, precision=PrecisionPolicy(compute=torch.bfloat16), reduce=reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = ShardedGradScaler(init_scale=1024.0, growth_interval=2)
     for step in range(5):
@@ -251,11 +247,11 @@ def _refused(rank: int) -> None:
     for options in compressions:
         with pytest.raises(ConfigurationError, match="masters=True with compression"):
             FSDP(nn.Linear(4, 4), offload=MASTERS, **options)
-    model = sharded("fsdp", offload=MASTERS)
+    model = sharded("FSDP", offload=MASTERS)
     assert str(shardkit.summary(model)).count("masters, gradients and states") == 5
-    fixed = sharded("fsdp", offload=MASTERS, reduce=ReducePolicy(order="fixed"))
+    fixed = sharded("FSDP", offload=MASTERS, reduce=ReducePolicy(order="fixed"))
     for optimizer, why in (
-        (torch.optim.SGD(sharded("fsdp").parameters(), lr=0.1), "lists no shards on the host"),
+        (torch.optim.SGD(sharded("FSDP").parameters(), lr=0.1), "lists no shards on the host"),
         (torch.optim.LBFGS([next(model.parameters())]), "LBFGS may look at more"),
         (torch.optim.SGD(fixed.parameters(), lr=0.1), "waits for other micro-batches"),
     ):
@@ -305,7 +301,7 @@ def test_what_can_not_be_right_is_refused() -> None:
 
 def test_one_rank_steps_as_many_do() -> None:
     pool = rank_pool(1, "gloo")
-    equal(pool.run(train, "each", {"offload": MASTERS}, True), pool.run(train, "each", {}))
+    equal(pool.run(train, "fully_shard", {"offload": MASTERS}, True), pool.run(train, "fully_shard", {}))
 
 
 # ------------------------------------------------------------ activations
@@ -353,7 +349,7 @@ def _stack(
 ) -> nn.Module:
     torch.manual_seed(0)
     blocks = [kind().to(device) for _ in range(BLOCKS)]
-    if door == "fsdp":
+    if door == "FSDP":
         return FSDP(nn.Sequential(*[FSDP(b, offload=offload) for b in blocks]), offload=offload)
     model = nn.Sequential(*blocks)
     for block in blocks:
@@ -383,7 +379,7 @@ def _with_activations(rank: int, name: str, door: str, offload: OffloadPolicy | 
 ACTIVATIONS = OffloadPolicy(activations=True)
 
 
-@pytest.mark.parametrize("door", ["fsdp", "each"])
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
 def test_saved_activations_come_back_as_they_were(door: str) -> None:
     pool = rank_pool(2, "simulated")
     for policy in (ACTIVATIONS, OffloadPolicy(masters=True, activations=True)):
@@ -395,7 +391,7 @@ def test_saved_activations_come_back_as_they_were(door: str) -> None:
 def _activations_on_the_bus(rank: int) -> tuple[Counter[str], Counter[str]]:
     device = current_device()
     assert device is not None
-    model = _stack("fsdp", ACTIVATIONS)
+    model = _stack("FSDP", ACTIVATIONS)
     for _ in range(2):
         copied, waits = Counter(device.copied), Counter(device.host_waits)
         model(torch.randn(BATCH, 64)).square().mean().backward()
@@ -421,7 +417,7 @@ def _held(rank: int, name: str) -> list[int]:
     device, taken = get_backend(name).device(), torch.get_device_module(name).memory_allocated
     found = []
     for offload in (None, ACTIVATIONS):
-        model = _stack("fsdp", offload, device)
+        model = _stack("FSDP", offload, device)
         for _ in range(2):
             x = torch.randn(BATCH, 64).to(device)
             torch.accelerator.synchronize()

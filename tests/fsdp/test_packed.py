@@ -28,8 +28,8 @@ from shardkit import (
 )
 from shardkit.fsdp.originals import Place
 from shardkit.fsdp.own_forms import PackedWeight
+from tests.doors import DOORS
 from tests.figures.counters import OperationCounter
-from tests.fsdp.test_export import by_root
 from tests.fsdp.test_frozen import LAYERS, WIDTH, Stack, _loss, _sharded
 from tests.pools import rank_pool
 
@@ -238,9 +238,7 @@ def _with_others(rank: int, wrap: str, packing: Any, world_size: int, folder: st
     def make() -> nn.Module:
         model = _tied()
         model.stack = _sharded(model.stack, wrap, **options)  # type: ignore[arg-type, assignment]
-        if wrap == "FSDP":
-            return by_root(model, **options)
-        return fully_shard(model, dtensors=wrap == "dtensors", **options)
+        return DOORS[wrap](model, **options)
 
     plain, model = _tied(), make()
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -20,9 +21,11 @@ from shardkit.fsdp.flat_param import (
     SUMMONED,
     State,
     Store,
+    Unused,
 )
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
-from tests.fsdp_models import WIDTH, batch, build
+from tests.doors import linears, through
+from tests.fsdp_models import WIDTH, batch
 from tests.pools import on_ranks, rank_pool
 
 HALF = PrecisionPolicy(compute=torch.bfloat16)
@@ -46,15 +49,8 @@ def _watched_states(seen: set[tuple[str, str]]) -> Iterator[None]:
         del Store.state
 
 
-def _linears() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
 def _units(**options: object) -> FSDP:
-    model = build(_linears)
-    for k in (0, 2):
-        model[k] = FSDP(model[k], **options)
-    return FSDP(model, **options)
+    return through("FSDP", linears(WIDTH, 7, 5, 3), "0", "2", **options)  # type: ignore[no-any-return]
 
 
 def _train(model: FSDP, rank: int, steps: int) -> None:
@@ -118,7 +114,7 @@ def test_the_mode_is_a_class() -> None:
 
 @on_ranks(2)
 def test_what_a_failed_gathering_leaves_is_not_shown(rank: int) -> None:
-    model = FSDP(build(_linears))
+    model = FSDP(linears(WIDTH, 7, 5, 3))
     xs = batch(0, 2)[rank]
     right = model(xs)
     store = model._state.flats[0].store
@@ -141,3 +137,39 @@ def test_what_a_failed_gathering_leaves_is_not_shown(rank: int) -> None:
         model.module[0].weight.sum().item()
     store._over = channel
     torch.testing.assert_close(model(xs), right)
+
+
+# ------------ Which original parameters count as unused: all orders of a few gradients, against sets.
+COUNT = 2
+HAD = list(itertools.product([False, True], repeat=COUNT))
+NEW = [True, False]
+
+
+def test_parameters_unused_in_any_order() -> None:
+    for notes in itertools.product(itertools.product(HAD, NEW), repeat=3):
+        unused, used = Unused(COUNT), set()
+        unused.clear(None)
+        for had, is_new in notes:
+            unused.note(had, itertools.repeat(is_new))
+            now = {k for k in range(COUNT) if had[k]}
+            used = now if is_new else used | now
+            assert unused.originals == [k not in used for k in range(COUNT)]
+        unused.clear(None)
+        assert unused.originals == [True] * COUNT
+
+
+def test_elements_unused_where_execution_is_lazy() -> None:
+    """None: all elements have had a gradient."""
+    masks = [None, *(torch.tensor(had) for had in HAD)]
+    for notes in itertools.product(itertools.product(masks, NEW), repeat=2):
+        unused = Unused(COUNT)
+        unused.clear(torch.tensor([False] * COUNT))
+        used = torch.tensor([False] * COUNT)
+        for mask, is_new in notes:
+            now = torch.tensor([True] * COUNT) if mask is None else mask
+            unused.note_elements(mask, now.tolist(), is_new)
+            used = now if is_new else used | now
+            assert (
+                unused.originals == (~used).tolist()
+            )  # as far as this rank knows; the truth is data, in ``used``
+            assert (unused.used is None and bool(used.all())) or torch.equal(unused.used, used)

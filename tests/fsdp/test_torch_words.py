@@ -51,7 +51,7 @@ from shardkit import (
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
 from shardkit.fsdp.fully_shard import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
-from tests.beside import assert_same, train_beside, whole
+from tests.beside import assert_same, steps_beside, train_beside, whole
 from tests.pools import on_ranks
 
 common: Any = _fsdp_common
@@ -513,13 +513,7 @@ def test_what_torchs_own_functions_find(rank: int, world_size: int) -> None:
     plain, around = Net(), Net()
     fully_shard(around.layers[1], mesh=init_device_mesh("cpu", (world_size,)))
     replicate(around)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, around)]
-    for step in range(2):
-        (loss_of(around, rank, step)).backward()
-        torch.stack([loss_of(plain, r, step) for r in range(world_size)]).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    steps_beside(rank, world_size, around, plain, loss_of, steps=range(2))
     assert_same(around, plain, rtol=0, atol=1e-6)
 
 
@@ -541,13 +535,17 @@ class Scales(nn.Module):
 def test_frozen_weights_of_any_dtype(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """The gather of float8 ended in an error of gloo's, in the forward."""
     plain, model = Scales(dtype), fully_shard(Scales(dtype), mesh=init_device_mesh("cpu", (world_size,)))
-    for step in range(2):
-        data = torch.randn(world_size, 3, 4, generator=torch.Generator().manual_seed(step))
-        model(data[rank]).square().mean().backward()
-        torch.stack([plain(data[r]).square().mean() for r in range(world_size)]).mean().backward()
-        for m in (plain, model):
-            torch.optim.SGD([m.inner.weight, m.inner.bias], lr=0.1).step()
-            m.zero_grad()
+    data = torch.randn(2, world_size, 3, 4, generator=torch.Generator().manual_seed(0))
+    optimizers = [torch.optim.SGD(m.inner.parameters(), lr=0.1) for m in (model, plain)]
+    steps_beside(
+        rank,
+        world_size,
+        model,
+        plain,
+        lambda m, r, step: m(data[step, r]).square().mean(),
+        optimizers,
+        range(2),
+    )
     torch.testing.assert_close(whole(model.inner.state_dict()), whole(plain.inner.state_dict()))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardkit import OSS, ShardedDDP, fully_shard, sharding_of
 from shardkit.errors import ConfigurationError
+from tests.border.test_wrappers import plain as net
 from tests.pools import free_port, on_ranks, rank_pool
 
 for library in ("transformers", "peft", "accelerate"):
@@ -245,11 +246,6 @@ def _accelerator(**options: Any) -> Any:
 
     AcceleratorState._reset_state(True)
     return ShardkitPlugin(units=["Tanh", nn.Linear]).attach(Accelerator(cpu=True, **options))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
 
 
 def all_inputs() -> torch.Tensor:

@@ -14,12 +14,12 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import ConfigurationError
+from tests.doors import linears, through
 from tests.pools import rank_pool
 
 
 def model_of(width: int = 3) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 2))
+    return linears(5, width, 2)
 
 
 def refusal(call: Any, *arguments: Any) -> str:
@@ -65,8 +65,7 @@ class Averaging(torch.optim.Adam):
     """An optimizer that nobody knows."""
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", ["gloo", "simulated"])
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (2, "simulated"), (3, "simulated")])
 def test_oss_refuses_state_of_other_shapes_on_all_ranks(world_size: int, backend: str) -> None:
     said = rank_pool(world_size, backend).run(oss_state_of_other_shapes, torch.optim.Adam, backend)
     assert said == [said[0]] * world_size
@@ -94,9 +93,7 @@ def test_adascale_refuses_averages_of_another_size() -> None:
 
 # ------------------------------------------------------------ FSDP
 def fsdp(width: int = 3, **options: Any) -> Any:
-    model = model_of(width)
-    model[0] = shardkit.FSDP(model[0], **options)
-    return shardkit.FSDP(model, **options)
+    return through("FSDP", model_of(width), "0", **options)
 
 
 def full_state_of_other_shapes(rank: int, flatten: bool) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shardkit import (
-    FSDP,
     OSS,
     Compression,
     ConfigurationError,
@@ -22,15 +20,13 @@ from shardkit import (
     fully_shard,
     sharding_of,
 )
+from tests.doors import linears, through
 from tests.figures.counters import OperationCounter
 from tests.pools import rank_pool
 
 
 def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(64, 301), nn.Tanh(), nn.Linear(301, 67), nn.Tanh(), nn.Linear(67, 3)
-    ).bfloat16()
+    return linears(64, 301, 67, 3).bfloat16()
 
 
 def _loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -86,26 +82,15 @@ def _odd_dtypes(rank: int) -> None:
         torch.testing.assert_close(list(changes.parameters()), list(dense.parameters()), rtol=0, atol=0)
 
 
-def _sharded(door: str, **options: Any) -> nn.Module:
-    model = _model().float()
-    for k in (0, 2):
-        if door == "FSDP":
-            model[k] = FSDP(model[k], **options)
-        else:
-            fully_shard(model[k], dtensors=door == "dtensors", **options)
-    if door == "FSDP":
-        return FSDP(model, **options)
-    return fully_shard(model, dtensors=door == "dtensors", **options)
-
-
 def _gathered(
     rank: int, world_size: int, door: str, lr: float, offload: OffloadPolicy
 ) -> tuple[float, float]:
     """Shards of fp32, computed with in bf16: of these ranks have what they had received."""
     precision = PrecisionPolicy(compute=torch.bfloat16)
-    dense = _sharded(door, precision=precision, reshard=ReshardPolicy(False), offload=offload)
-    reshard = ReshardPolicy(door == "FSDP", sends_changes=True)
-    changes = _sharded(door, precision=precision, reshard=reshard, offload=offload)
+    dense, changes = (
+        through(door, _model().float(), "0", "2", precision=precision, reshard=reshard, offload=offload)
+        for reshard in (ReshardPolicy(False), ReshardPolicy(door == "FSDP", sends_changes=True))
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=lr) for m in (dense, changes)]
     sent = [0.0, 0.0]
     for step in range(5):

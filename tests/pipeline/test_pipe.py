@@ -16,6 +16,7 @@ from shardkit.nn.pipe.batchnorm import DeferredBatchNorm
 from shardkit.nn.pipe.pipe import BalanceError, split_module
 from shardkit.nn.pipe.pipeline import clock_cycles
 from shardkit.nn.pipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from shardkit.pipeline.pipe import checkpointed_cells, ticks
 
 assert_close = torch.testing.assert_close
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
@@ -172,6 +173,23 @@ def test_cells_run_in_clock_order_and_backward_in_reverse() -> None:
     assert sorted(backward) == sorted(cells)
     for stage in range(3):  # the last micro-batch first: it is the one that forward left last
         assert [i for i, j in backward if j == stage] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("m", range(1, 6))
+@pytest.mark.parametrize("n", range(1, 6))
+def test_every_cell_has_its_tick(m: int, n: int) -> None:
+    tick_of = {cell: k for k, cells in enumerate(ticks(m, n)) for cell in cells}
+    assert sum(map(len, ticks(m, n))) == len(tick_of) == m * n
+    assert len(list(ticks(m, n))) == m + n - 1
+    for (i, j), k in tick_of.items():
+        assert 0 <= i < m
+        assert 0 <= j < n
+        for before in ((i - 1, j), (i, j - 1)):  # the partition is free, the micro-batch has come
+            assert tick_of.get(before, -1) < k
+
+
+def test_what_keeps_no_activations() -> None:
+    assert [checkpointed_cells(mode, 4) for mode in ("always", "except_last", "never")] == [4, 3, 0]
 
 
 def test_frozen_parameters_and_inputs_without_gradients() -> None:

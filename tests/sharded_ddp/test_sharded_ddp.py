@@ -199,6 +199,42 @@ def test_gradients_of_no_sync_that_are_reduced_otherwise(rank: int, world_size: 
         assert_same(model, plain)
 
 
+class Calls(nn.Module):
+    """Computes a loss of what it holds."""
+
+    def __init__(self, inner: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.inner, self.loss = inner, loss
+
+    def forward(self, rank: int, step: int) -> torch.Tensor:
+        loss: torch.Tensor = self.loss(self.inner, rank, step)
+        return loss
+
+
+@on_ranks(2, 3)
+def test_what_no_rank_uses_stays_as_it_is_for_an_optimizer_beside_oss(rank: int, world_size: int) -> None:
+    """A gradient of zeros would have decay and momentum move it; some ranks' uses are all ranks' gradient."""
+
+    def loss(model: nn.ModuleList, rank: int, step: int) -> torch.Tensor:
+        x = model[1](torch.tanh(model[0](batch(rank, step))))
+        if step != 1:
+            x = model[2](x)
+        return (model[3](x) if rank == 0 else x).square().mean() if step else x.square().mean()
+
+    def beside(layers: nn.ModuleList) -> torch.optim.Optimizer:
+        return torch.optim.SGD(layers[2:].parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+
+    plain, inner = (build(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(4))) for _ in range(2))
+    oss = shardkit.OSS(inner[:2].parameters(), torch.optim.SGD, lr=0.1)
+    optimizers = [oss, beside(inner), SGD(plain[:2].parameters()), beside(plain)]
+    models = [shardkit.ShardedDDP(Calls(inner, loss), oss), Calls(plain, loss)]
+    for step in range(4):
+        steps_beside(rank, world_size, *models, lambda m, r, step: m(r, step), optimizers, [step])
+        assert_same(inner, plain, f"step {step}")
+        for mine, expected in zip(inner[2:].parameters(), plain[2:].parameters(), strict=True):
+            assert (mine.grad is None) == (expected.grad is None)
+
+
 @pytest.mark.parametrize("outside", [True, False])
 @on_ranks(2, 3)
 def test_torch_compile(rank: int, world_size: int, outside: bool) -> None:
@@ -294,8 +330,7 @@ def test_a_backward_fails_while_one_rank_waits_for_gradients(world_size: int) ->
         assert "a backward that raised an error is dropped" in end, end
 
 
-@sizes
-@pytest.mark.parametrize("backend", ["gloo", "simulated"])
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (2, "simulated"), (3, "simulated")])
 def test_several_modules(world_size: int, backend: str) -> None:
     """Their gradients take the same way, and have equal shapes."""
     for how in ("two backwards", "one backward"):

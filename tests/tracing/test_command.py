@@ -1,8 +1,9 @@
-"""``shardkit trace``."""
+"""``shardkit trace``, and ``shardkit run --trace``."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardkit.tools.cli import main
 from shardkit.tools.trace import advice, analyse
 from shardkit.tracing.ranges import What
 from shardkit.tracing.timeline import FORMAT, TracePart, of_events, read_events
+from tests.started import program, ran
 
 MS = 1_000_000
 
@@ -141,3 +143,22 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in (tmp_path / "p.svg").read_text()
     assert main(["trace", str(folder), "--plot", str(tmp_path / "p.svg"), "--step", "7"]) == 2
     assert "it has [0, 1]" in capsys.readouterr().err
+
+
+# ------------ ``shardkit run --trace``
+@pytest.mark.parametrize(("steps", "traced"), [("2:3", 2), ("3:9", 2)])
+def test_some_steps_of_a_run(tmp_path: Path, steps: str, traced: int) -> None:
+    """The second asks for more than there are: each rank leaves its part."""
+    shutil.copy(program("train_with_a_late_rank"), tmp_path / "train.py")
+    run = ["-m", "shardkit", "run", "--ranks", "2", "--id", "a", "--trace"]
+    done = ran(*run, f"steps={steps}", "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"shardkit trace {tmp_path / 'runs' / 'a'}" in done.stderr
+    found = analyse(of_events(read_events([tmp_path / "runs" / "a"])))
+    assert found.steps == traced
+    assert (found.late[0].rank, *found.late[0].place) == (1, "forward", "1")
+
+
+def test_steps_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--trace", "10-12", __file__]) == 2
+    assert "--trace '10-12': write steps=FIRST:LAST" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardkit
 from shardkit.backend import backend_of_job
+from tests.doors import through
 
 SLOW = 0.12  # seconds
 
@@ -89,12 +90,8 @@ def sharded(way: str, slow: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if way == "sharded_ddp":
         owners = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=1e-3)
         return shardkit.ShardedDDP(model, owners), owners
-    for k, layer in enumerate(model.layers):
-        if way == "fsdp":
-            model.layers[k] = shardkit.FSDP(layer)
-        else:
-            shardkit.fully_shard(layer)
-    model = shardkit.FSDP(model) if way == "fsdp" else shardkit.fully_shard(model)
+    units = [f"layers.{k}" for k in range(len(model.layers))]
+    model = through("FSDP" if way == "fsdp" else "fully_shard", model, *units)
     if way == "whole":
         Muon.seconds = SLOW * (slow == "step")
         return model, shardkit.WholeParameters(model, Muon, lr=1e-3)

@@ -19,6 +19,7 @@ from shardkit.xla.fsdp import XlaFullyShardedDataParallel as FSDP
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer, rows_of
 from shardkit.xla.zero_redundancy_optimizer import ZeroRedundancyOptimizer as Ours
 from tests.backends.environments import environments
+from tests.doors import linears
 from tests.pools import on_ranks, rank_pool
 
 EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
@@ -27,8 +28,7 @@ ADAM = {"optimizer_class": torch.optim.AdamW, "lr": 0.01, "weight_decay": 0.1}
 
 
 def _model(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    model = linears(5, 7, 3).to(dtype)
     model[0].bias.requires_grad_(False)
     return model.to(xm.xla_device())
 
@@ -305,11 +305,6 @@ def test_every_argument_is_there() -> None:
 # ------------ Parameters that are written after the optimizer was made: it goes on from what they are, as torch's do.
 
 
-def _model_of_written(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
 def _loss(model: Any, device: Any) -> torch.Tensor:
     return model(torch.linspace(-1, 1, 12).view(4, 3).to(device)).square().mean()
 
@@ -317,8 +312,8 @@ def _loss(model: Any, device: Any) -> torch.Tensor:
 def _programs(rank: int) -> list[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     found = []
     for kind in ("oss", "sharded_ddp", "sharded_ddp of other values", "zero"):
-        plain, device = _model_of_written(0), xm.xla_device()
-        model: Any = _model_of_written(rank if "other" in kind else 0).to(device)
+        plain, device = linears(3, 5, 2, seed=0), xm.xla_device()
+        model: Any = linears(3, 5, 2, seed=rank if "other" in kind else 0).to(device)
         options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
         if kind == "zero":
             optimizer: Any = ZeroRedundancyOptimizer(
@@ -330,8 +325,8 @@ def _programs(rank: int) -> list[tuple[str, dict[str, torch.Tensor], dict[str, t
         reference = torch.optim.SGD(plain.parameters(), **options)
         for step in range(3):
             if step == 1:
-                model.load_state_dict(_model_of_written(5).state_dict())
-                plain.load_state_dict(_model_of_written(5).state_dict())
+                model.load_state_dict(linears(3, 5, 2, seed=5).state_dict())
+                plain.load_state_dict(linears(3, 5, 2, seed=5).state_dict())
             if step == 2:
                 with torch.no_grad():
                     model[0].weight.mul_(2)
