@@ -153,7 +153,7 @@ def test_a_rank_that_waits_for_a_second_says_so(rank: int) -> None:
     """Others read it: until then no rank can hear that it is out of step."""
     group: Any = get_backend("gloo").group()
     before = group._watch._beat
-    time.sleep(1.9 * rank)
+    time.sleep(1.5 * rank)
     group.barrier()
     assert rank == 1 or group._watch._beat > before
 
@@ -243,7 +243,7 @@ def test_channels_have_the_timeout_of_the_process_group(rank: int) -> None:
     assert found == [77.0] * 3
 
 
-MOST_SOCKETS = {2: 10, 4: 19, 8: 32}  # by world size; docs/MEASUREMENTS.md says so
+MOST_SOCKETS = {2: 8, 4: 16, 8: 28}  # by world size; docs/MEASUREMENTS.md says so
 SOCKETS = program("sockets_of_ranks")
 
 
