@@ -25,6 +25,7 @@ from shardkit.backends.accelerator import StreamGroup, StreamWork
 from shardkit.backends.c10d.group import C10dGroup, C10dWork
 from shardkit.backends.processes import RankPool
 from shardkit.errors import ConfigurationError, LifecycleError
+from tests.doors import through
 from tests.pools import ForkedPool, free_port, on_ranks
 from tests.started import output_of, program
 
@@ -289,10 +290,7 @@ def _model() -> nn.Sequential:
 
 
 def _fsdp(group: Any) -> tuple[nn.Module, Any]:
-    model = _model()
-    for i in range(3):
-        model[i] = shardkit.FSDP(model[i], group=group)
-    wrapped = shardkit.FSDP(model, group=group)
+    wrapped = through("FSDP", _model(), "0", "1", "2", group=group)
     return wrapped, torch.optim.Adam(wrapped.parameters())
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import shardkit
-from shardkit import FSDP, OSS, OffloadPolicy, ReducePolicy, ShardedDDP, fully_shard, sharding_of
+from shardkit import OSS, OffloadPolicy, ReducePolicy, ShardedDDP, sharding_of
 from tests.backends.streams_device import current_device
 from tests.beside import batch
+from tests.doors import through
 
 WORLD_SIZE, UNITS = 3, 4
 Step = Callable[["Model", nn.Module, Any], None]
@@ -92,11 +93,10 @@ STEPS: list[Step] = [
 
 
 # ------------------------------------------------------------------ by what
-def by_fsdp(model: Model, **options: Any) -> tuple[nn.Module, Any]:
-    for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block, **options)
-    wrapped = FSDP(model, **options)
-    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
+def by_fsdp(model: Model, door: str = "FSDP", **options: Any) -> tuple[nn.Module, Any]:
+    blocks = [f"blocks.{k}" for k in range(len(model.blocks))]
+    sharded = through(door, model, *blocks, **options)
+    return sharded, torch.optim.SGD(sharded.parameters(), lr=0.1)
 
 
 def by_offloaded_fsdp(model: Model) -> tuple[nn.Module, Any]:
@@ -104,9 +104,7 @@ def by_offloaded_fsdp(model: Model) -> tuple[nn.Module, Any]:
 
 
 def in_place(model: Model) -> tuple[nn.Module, Any]:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    return by_fsdp(model, "fully_shard")
 
 
 def by_sharded_ddp(model: Model) -> tuple[nn.Module, Any]:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from shardkit import FSDP, OSS, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard
-from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from shardkit import OSS, PrecisionPolicy, ReshardPolicy, ShardedDDP
 from tests.beside import assert_same
+from tests.doors import through
 from tests.fsdp_models import WIDTH
 from tests.pools import rank_pool
 
@@ -48,16 +48,9 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 def wrapped(strategy: str, model: nn.Sequential) -> nn.Module:
     """Sharded, in one of the forms of FSDP."""
-    if strategy.startswith("torch_fsdp"):
-        return TorchFSDP(model, use_orig_params=strategy.endswith("orig"))
-    if strategy == "in_place":
-        for k in range(2, len(model), 2):
-            fully_shard(model[k])
-        return fully_shard(model)
-    if strategy == "units":
-        for k in range(2, len(model), 2):
-            model[k] = FSDP(model[k])
-    return FSDP(model, flatten=strategy != "unflattened")
+    door = {"fsdp": "FSDP", "units": "FSDP", "in_place": "fully_shard"}.get(strategy, strategy)
+    units = range(2, len(model), 2) if strategy in ("units", "in_place") else ()
+    return through(door, model, *map(str, units))  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass
@@ -152,5 +145,4 @@ class Net(nn.Module):
 
 
 def wrap(model: Any, **options: Any) -> Any:
-    model.block, model.norm = FSDP(model.block, **options), FSDP(model.norm, **options)
-    return FSDP(model, **options)
+    return through("FSDP", model, "block", "norm", **options)

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad
 from shardkit import FSDP, OSS, PrecisionPolicy, ReducePolicy, ShardedDDP
 from tests.beside import assert_same
 from tests.border.strategies import WORLDS
+from tests.doors import through
 from tests.fsdp_models import build
 from tests.pools import on_ranks
 
@@ -69,8 +70,7 @@ def test_training(rank: int, world_size: int, kind: str) -> None:
             "unflattened": {"flatten": False},
             "predivide": {"reduce": ReducePolicy(predivide=3.0)},
         }[kind]
-        model.first = FSDP(model.first, **options)
-        wrapped = FSDP(model, **options)
+        wrapped = through("FSDP", model, "first", **options)
         second = torch.optim.Adam(wrapped.parameters(), lr=0.05)
     for step in range(4):
         xs = torch.randn(world_size, 4, 3, generator=torch.Generator().manual_seed(step))

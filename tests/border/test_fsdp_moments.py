@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, PrecisionPolicy, fully_shard
+from shardkit import FSDP, PrecisionPolicy
 from shardkit.errors import LifecycleError
 from tests.beside import assert_same, train_beside
 from tests.border.strategies import OPTIONS, Net, wrap
+from tests.doors import through
 from tests.fsdp_models import WIDTH, batch, build
 from tests.pools import on_ranks
 
@@ -195,9 +196,7 @@ class Borrows(nn.Module):
 @pytest.mark.parametrize("how", ["itself", "view", "detached", "held"])
 @on_ranks(1, 2, (3, "simulated"))
 def test_outputs_that_are_parameters(rank: int, how: str) -> None:
-    plain, model = (build(lambda: Borrows(how)) for _ in range(2))
-    model.lends = FSDP(model.lends)
-    model = FSDP(model)
+    plain, model = build(lambda: Borrows(how)), through("FSDP", build(lambda: Borrows(how)), "lends")
     world = model._state.group.world_size
     if how == "held":
         if world > 1:
@@ -240,14 +239,12 @@ def test_losses_that_modules_keep(rank: int) -> None:
 
     What a unit computed before, and keeps on some ranks alone, gathers nothing again.
     """
-    for door in (FSDP, fully_shard):
+    for door in ("FSDP", "fully_shard"):
         plain, model = (
             build(lambda: nn.Sequential(nn.Linear(WIDTH, 600), Balanced(), Balanced(), nn.Linear(600, 2)))
             for _ in range(2)
         )
-        for k in range(4):
-            model[k] = door(model[k])  # type: ignore[operator]
-        model = door(model)  # type: ignore[operator]
+        model = through(door, model, "0", "1", "2", "3")
         train_beside(rank, 2, model, plain, lambda m, r, step: _with_kept(m, batch(step, 2)[r]))
 
 

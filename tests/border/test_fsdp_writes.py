@@ -20,6 +20,7 @@ from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.policy import PrecisionPolicy
 from tests.beside import batch
 from tests.border.strategies import needs_xla
+from tests.doors import through
 from tests.fsdp_models import WIDTH, build
 from tests.pools import on_ranks
 
@@ -71,10 +72,7 @@ def _clamp(model: nn.Module, value: str) -> None:
 
 
 def _wrapped(nested: bool, **options: Any) -> FSDP:
-    model = build(Net)
-    if nested:
-        model.middle = FSDP(model.middle, **options)
-    return FSDP(model, **options)
+    return through("FSDP", build(Net), *["middle"] * nested, **options)  # type: ignore[no-any-return]
 
 
 def _loss(model: nn.Module, rank: int = 0) -> torch.Tensor:
@@ -208,12 +206,8 @@ def _not_gone_through(model: nn.Module, a: torch.Tensor, b: torch.Tensor) -> tor
     return model(b).square().mean()
 
 
-def _sharded(by: Callable[..., Any], **options: Any) -> nn.Module:
-    model = build(Smooth)
-    for k in (2, 3, 4):
-        model[k] = by(model[k], **options)
-    sharded: nn.Module = by(model, **options)
-    return sharded
+def _sharded(door: str, **options: Any) -> nn.Module:
+    return through(door, build(Smooth), "2", "3", "4", **options)  # type: ignore[no-any-return]
 
 
 class Watching(TorchDispatchMode):
@@ -225,9 +219,9 @@ class Watching(TorchDispatchMode):
 
 @on_ranks(*[(ranks, "simulated") for ranks in (1, 2, 3)])
 def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
-    for by, watching in itertools.product((FSDP, fully_shard), (contextlib.nullcontext, Watching)):
+    for door, watching in itertools.product(("FSDP", "fully_shard"), (contextlib.nullcontext, Watching)):
         for loss in (_penalty, _forces, _third, _not_gone_through):
-            models = build(Smooth), _sharded(by, reshard=ReshardPolicy(root=True))
+            models = build(Smooth), _sharded(door, reshard=ReshardPolicy(root=True))
             optimizers = [
                 torch.optim.Adam([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in models
             ]
@@ -245,8 +239,8 @@ def test_graphs_of_gradients_of_inputs(rank: int, world_size: int) -> None:
 
 @on_ranks((2, "simulated"))
 def test_graphs_that_are_too_old_or_of_parameters(rank: int, world_size: int) -> None:
-    for by in (FSDP, fully_shard):
-        model, x = _sharded(by), batch(rank, 0, 4, 3)
+    for door in ("FSDP", "fully_shard"):
+        model, x = _sharded(door), batch(rank, 0, 4, 3)
         words = rf"rank {rank}: a backward with create_graph=True that gives gradients of .* parameters"
         state = sharding_of(model)
         for context in (contextlib.nullcontext(), state.no_sync()):

@@ -461,7 +461,7 @@ def test_closures_on_xla(rank: int, world_size: int, by_owners: bool) -> None:
 
 
 @pytest.mark.parametrize("hooks", [True, False])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "dtensors", "torch_fsdp", "torch_fsdp, orig"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "dtensors", "torch_fsdp", "torch_fsdp_orig"])
 @on_ranks(*GLOO)
 def test_optimizers_of_single_parameters_step_in_backward(
     rank: int, world_size: int, strategy: str, hooks: bool

@@ -31,6 +31,7 @@ from shardkit.errors import ConfigurationError, RankMismatchError
 from shardkit.reduction.compression import BlockFormat, check_compressible
 from tests.backends.streams_device import current_device
 from tests.benchmarks.accuracy import characters, digits
+from tests.doors import through
 from tests.figures.counters import OperationCounter
 from tests.pools import DEVICE, on_ranks, rank_pool
 
@@ -69,9 +70,7 @@ def build() -> Net:
 
 
 def wrapped(**options: Any) -> FSDP:
-    model = build()
-    model.first, model.second = FSDP(model.first, **options), FSDP(model.second, **options)
-    return FSDP(model, **options)
+    return through("FSDP", build(), "first", "second", **options)  # type: ignore[no-any-return]
 
 
 def in_place(**options: Any) -> nn.Module:
@@ -229,10 +228,7 @@ def _large() -> nn.Module:
 def _fsdp_bytes(rank: int) -> tuple[float, float]:
     counts = []
     for options in ({}, BOTH):
-        model = _large()
-        for k in range(4):
-            model[k] = FSDP(model[k], **options)
-        model = FSDP(model, **options)
+        model = through("FSDP", _large(), "0", "1", "2", "3", **options)
         model(torch.ones(2, 256)).sum().backward()
         x = torch.ones(2, 256)
         with torch.no_grad():

@@ -19,6 +19,7 @@ from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_sha
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.oss import OSS
 from tests.beside import assert_same, reread, steps_beside, train_beside, whole
+from tests.doors import through
 from tests.pools import on_ranks, rank_pool
 
 WORLDS = [(1, "gloo"), (2, "gloo"), (3, "simulated")]
@@ -326,11 +327,8 @@ def test_a_part_of_a_unit_in_several_reentrant_checkpoints(rank: int, world_size
         return torch.stack([model(x).exp() for x in xs]).prod(0).sum()
 
     for forwards in (1, 2):  # two: preferences, contrasts, R-Drop
-        for by in (fully_shard, FSDP):
-            plain, model = made(), made()
-            for k in range(1, 4):
-                model[k] = by(model[k])  # type: ignore[operator]
-            model = by(model, reshard=ReshardPolicy(root=True))  # type: ignore[operator]
+        for door in ("fully_shard", "FSDP"):
+            plain, model = made(), through(door, made(), "1", "2", "3", reshard=ReshardPolicy(root=True))
             train_beside(
                 rank, world_size, model, plain, lambda m, r, _, n=forwards: loss_of(m, r, n), steps=range(2)
             )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from shardkit import FSDP, fully_shard, hybrid_groups, sharding_of
 from shardkit.errors import ConfigurationError, LifecycleError
 from shardkit.layout import Align, boxes_of
+from tests.doors import through
 from tests.pools import on_ranks, rank_pool
 from tests.training_checkpoints import programs
 
@@ -52,8 +53,7 @@ class Model(programs.Model):
 
 
 def by_wrappers(model: Model, **options: Any) -> nn.Module:
-    model.inner = FSDP(model.inner, **options)
-    return FSDP(model, **options)
+    return through("FSDP", model, "inner", **options)  # type: ignore[no-any-return]
 
 
 def in_place(model: Model, **options: Any) -> nn.Module:

@@ -17,6 +17,7 @@ import shardkit
 from shardkit import FSDP, OSS, ShardedDDP, fully_shard, hybrid_groups
 from shardkit.training.out_of_memory import Shaped, forget_frames, is_out_of_memory
 from tests.beside import batch
+from tests.doors import through
 from tests.pools import on_ranks, rank_pool
 
 UNITS = 4
@@ -64,9 +65,7 @@ STEPS = FIRST + 2 * len(PLACES)
 
 # ------------------------------------------------------------------ by what
 def by_fsdp(model: Model, **options: Any) -> Made:
-    for k, block in enumerate(model.blocks):
-        model.blocks[k] = FSDP(block, **options)
-    wrapped = FSDP(model, **options)
+    wrapped = through("FSDP", model, *[f"blocks.{k}" for k in range(len(model.blocks))], **options)
     return wrapped, torch.optim.Adam(wrapped.parameters(), lr=0.1)
 
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
-from shardkit import FSDP, OSS, AdaScale, ShardedDDP, WholeParameters, fully_shard, hybrid_groups
+from shardkit import OSS, AdaScale, ShardedDDP, WholeParameters, hybrid_groups
 from shardkit.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
-from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
+from tests.doors import through
 
 ADAM: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -72,17 +72,15 @@ def build(kind: str, seed: int = 0) -> tuple[nn.Module, Any]:
         fsdp2(model.inner, mesh=mesh)
         fsdp2(model, mesh=mesh)
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAM)
-    wrap: Any = {"fsdp": FSDP, "hybrid": FSDP, "fairscale": FairscaleFSDP, "torch_fsdp": TorchFSDP}.get(kind)
-    options: dict[str, Any] = {"use_orig_params": True} if kind == "torch_fsdp" else {}
+    options: dict[str, Any] = {"align": "rows"} if kind == "fully_shard" else {}
     if kind == "hybrid":
         options["group"], options["replicas"] = hybrid_groups(2)
-    if wrap is None:
-        options = {"align": "rows"} if kind == "fully_shard" else {"dtensors": kind == "dtensors"}
-        fully_shard(model.inner, **options)
-        model = fully_shard(model, **options)
+    if kind == "fairscale":
+        model.inner = FairscaleFSDP(model.inner)
+        model = FairscaleFSDP(model)
     else:
-        model.inner = wrap(model.inner, **options)
-        model = wrap(model, **options)
+        doors = {"fsdp": "FSDP", "hybrid": "FSDP", "torch_fsdp": "torch_fsdp_orig", "dtensors": "dtensors"}
+        model = through(doors.get(kind, "fully_shard"), model, "inner", **options)
     if kind == "whole":
         return model, WholeParameters(model, torch.optim.AdamW, **ADAM)
     if kind == "whole_muon":
@@ -94,8 +92,7 @@ def _with_two_optimizers(kind: str, seed: int) -> tuple[nn.Module, list[Any]]:
     """One over the parameters of ``inner``, of another class than the one over the rest."""
     model: Any = Model(seed)
     if kind == "two_fsdp":
-        model.inner = FSDP(model.inner)
-        model = FSDP(model)
+        model = through("FSDP", model, "inner")
     elif kind == "two_fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fsdp2(model.inner, mesh=mesh)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardkit import FSDP, WholeParameters, fully_shard, hybrid_groups
+from shardkit import WholeParameters, hybrid_groups
+from tests.doors import through
 
 WIDTH = 6
 Spec = tuple[Any, dict[str, Any]]
@@ -28,21 +29,12 @@ def net(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> nn.Sequential
 
 
 def wrap(model: nn.Sequential, how: str, **options: Any) -> nn.Module:
-    if how == "DTensors":
-        how, options = "fully_shard", {**options, "dtensors": True}
-    if how == "fully_shard":
-        for k in (0, 2):
-            fully_shard(model[k], **options)
-        fully_shard(model, **options)
+    if how == "plain":
         return model
     if how == "hybrid":
-        group, replicas = hybrid_groups(2)
-        options = {**options, "group": group, "replicas": replicas}
-    if how != "plain":
-        for k in (0, 2):
-            model[k] = FSDP(model[k], **options)
-        return FSDP(model, **options)
-    return model
+        options["group"], options["replicas"] = hybrid_groups(2)
+    door = {"fully_shard": "fully_shard", "DTensors": "dtensors"}.get(how, "FSDP")
+    return through(door, model, "0", "2", **options)  # type: ignore[no-any-return]
 
 
 def batch(step: int, like: torch.Tensor) -> torch.Tensor:
