@@ -86,7 +86,7 @@ class PackedForm:
         """
         found, items, first = list(had), self.items[rank], self.first_flag[rank]
         if part.numel() > self.sizes[rank] > 0:
-            part = part.view(-1, self.sizes[rank]).amax(0)
+            part = part.view(-1, self.sizes[rank]).ne(0).any(0)
         flags = (part[first : first + len(items)] != 0).tolist()
         for item, flag in zip(items, flags, strict=True):
             found[item] = found[item] or flag

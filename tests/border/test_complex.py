@@ -54,7 +54,7 @@ def _clean(model: FSDP) -> list[tuple[str, nn.Parameter]]:
     return [(".".join(p for p in n.split(".") if p not in drop), v) for n, v in model.named_parameters()]
 
 
-@pytest.mark.parametrize("kind", ["flat", "unflattened", "predivide", "ddp"])
+@pytest.mark.parametrize("kind", ["flat", "unflattened", "predivide", "fixed", "ddp"])
 @on_ranks(*WORLDS)
 def test_training(rank: int, world_size: int, kind: str) -> None:
     plain, model = build(Net), build(Net)
@@ -69,6 +69,7 @@ def test_training(rank: int, world_size: int, kind: str) -> None:
             "flat": {},
             "unflattened": {"flatten": False},
             "predivide": {"reduce": ReducePolicy(predivide=3.0)},
+            "fixed": {"reduce": ReducePolicy(order="fixed")},
         }[kind]
         wrapped = through("FSDP", model, "first", **options)
         second = torch.optim.Adam(wrapped.parameters(), lr=0.05)
