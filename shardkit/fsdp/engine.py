@@ -955,7 +955,8 @@ class Engine:
         """Notes that all gradients of a unit are there."""
         if self._creates_graph:
             self._refuse_graph([unit])
-        if not unit.open_calls and not unit.keep_after_backward:
+        stays = unit.keep_after_backward or (self.in_common and self._order.count(unit) > 1)
+        if not unit.open_calls and not stays:  # who follows does not know that it is computed anew
             unit.release()
         if unit.accumulates:
             for local, pack in unit.local_gradients():

@@ -52,6 +52,22 @@ class Net(nn.Module):
         return out
 
 
+class Twice(Net):
+    """Calls a unit twice, each time inside of a re-entrant checkpoint."""
+
+    units = (*Net.units, "frozen", "again")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.again, x, use_reentrant=True))
+        return x
+
+
 def _loss(model: nn.Module, seed: int, *others: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return model(torch.randn(3, WIDTH, generator=generator, dtype=dtype), *others).square().mean()
@@ -146,6 +162,7 @@ def test_any_number_of_micro_batches_is_one_process(way: str, backend: str) -> N
         meeting = "no_sync" if world_size == 2 else "once"
         assert not any(pool.run(_train, way, _counts(world_size, world_size), meeting, world_size == 3))
     rank_pool(1).run(_train, way, [[2], [0], [1]], "each", True) if way == "FSDP" else None
+    rank_pool(3, backend).run(_compare, way, [[0, 1, 2], [2, 0, 1], [1, 0, 0]], "each", True, Twice)
 
 
 def test_replicas_have_different_numbers_too() -> None:
