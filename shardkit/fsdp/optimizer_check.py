@@ -315,10 +315,9 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
         raise _coupled(name)
     if verdict is Verdict.UNKNOWN:
         logger.warning(
-            "%s could not be tried for whether it updates every element by itself, which it has to over FSDP's shards; "
-            "if it does, say so: shardkit.declare_elementwise(%s)",
-            name,
-            name,
+            "%(name)s could not be tried for whether it updates every element by itself, which it has to over FSDP's "
+            "shards; if it does, say so: shardkit.declare_elementwise(%(name)s)",
+            {"name": name},
         )
 
 

@@ -87,6 +87,39 @@ class Noisy(OneByOne):
         p.sub_((grad + torch.randn_like(p)) * lr)
 
 
+class NoisyLamb(Lamb):
+    """Draws numbers that change little."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        super().update(p, grad + 1e-3 * torch.randn_like(grad), lr)
+
+
+class RightAngle(OneByOne):
+    """Couples elements where gradients are at a right angle to a matrix, as AdamP."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        is_right = p.numel() > 300 and (p * grad).sum().abs() < 1e-3 * p.norm() * grad.norm()
+        p.sub_((grad / grad.norm() if is_right else grad) * lr)
+
+
+class Falling(OneByOne):
+    """Couples elements where gradients fall suddenly, as AdaNorm; knows by their norm."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        before, norm = self.state[p].get("norm", 0.0), grad.norm()
+        p.sub_(grad * lr * max(1.0, float(before / (100 * norm))))
+        self.state[p]["norm"] = norm
+
+
+class Ranked(OneByOne):
+    """Projects matrices in groups with a rank, as GaLore."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        if p.ndim == 2 and any(p is q for g in self.param_groups if "rank" in g for q in g["params"]):
+            grad = grad.mean(0, keepdim=True)
+        p.sub_(grad * lr)
+
+
 class Together(OneByOne):
     """Clips by the norm over all of its parameters, as LAMB does unless told otherwise."""
 
@@ -126,12 +159,18 @@ class NeedsMore(torch.optim.SGD):
         (Orthogonal, {"lr": 0.1}, Verdict.COUPLED),
         (Blocks, {"lr": 0.1}, Verdict.COUPLED),
         (Noisy, {"lr": 0.1}, Verdict.UNKNOWN),
+        (NoisyLamb, {"lr": 0.1}, Verdict.COUPLED),
+        (RightAngle, {"lr": 0.001}, Verdict.COUPLED),
+        (Falling, {"lr": 0.1}, Verdict.COUPLED),
+        (Ranked, {"lr": 0.1}, Verdict.ELEMENTWISE),
         (NeedsMore, {"model": nn.Identity()}, Verdict.UNKNOWN),
     ],
 )
 def test_classes_are_tried(kind: Callable[..., Optimizer], options: dict[str, Any], verdict: Verdict) -> None:
     param = nn.Parameter(torch.ones(3))
     assert judge(kind([param], **options)) is verdict
+    if kind is Ranked:
+        assert judge(kind([{"params": [param], "lr": 0.2, "rank": 2}], **options)) is Verdict.COUPLED
     assert torch.equal(param, torch.ones(3))
 
 
@@ -159,7 +198,7 @@ def _refused(rank: int, world_size: int, strategy: str, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Lamb])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Lamb, Falling])
 def test_what_is_not_elementwise_is_refused_over_vectors(world: tuple[int, str], kind: Any) -> None:
     run(world, _refused, "units", kind)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.optim import AdamW, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 
 from ...backend import Group, ReduceOp, not_compiled
 from ...checks import attempt, check_same_everywhere, objects_of, option_facts, problems_of_ranks
@@ -446,25 +446,20 @@ def _rule(build: OptimizerClass, options: Kwargs, members: Sequence[int], parts:
     """Returns the rule; what its class needs is found out by trying it."""
     probe = _probe(build, options, len(parts[members[0]].shape))
     kind, group = _kind(probe, lambda params: build(params, **options)), options_of(probe.param_groups[0])
-    return Rule(build, options, tuple(members), kind, group, dict(probe.defaults), _evaluates(probe))
-
-
-def _evaluates(probe: Optimizer) -> bool:
-    return isinstance(probe, torch.optim.LBFGS)
+    return Rule(build, options, tuple(members), kind, group, dict(probe.defaults), isinstance(probe, LBFGS))
 
 
 def _kind(probe: Optimizer, make: Maker) -> UpdateKind:
     verdict = judge(probe, make)
     if verdict is Verdict.ELEMENTWISE:
         return UpdateKind.PIECES
-    if _evaluates(probe) or couples_parameters(probe, make):
+    if isinstance(probe, LBFGS) or couples_parameters(probe, make):
         return UpdateKind.TOGETHER
     if verdict is Verdict.UNKNOWN:
         logger.warning(
-            "%s could not be tried, so it is taken to update parameters together: one rank has all of its state. If it "
-            "updates every element by itself, say so: shardkit.declare_elementwise(%s)",
-            type(probe).__name__,
-            type(probe).__name__,
+            "%(name)s could not be tried, so it is taken to update parameters together: one rank has all of its state. "
+            "If it updates every element by itself, say so: shardkit.declare_elementwise(%(name)s)",
+            {"name": type(probe).__name__},
         )
         return UpdateKind.TOGETHER
     return UpdateKind.WHOLE
