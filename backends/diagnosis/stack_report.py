@@ -129,15 +129,10 @@ def _shortened(file: str) -> str:
     return file if near.startswith(os.pardir) else near
 
 
-def place_of(frame: FrameType | None) -> SourceLine:
-    """Returns the innermost line from ``frame`` outwards that is the program's, or else a library's."""
-    found, kind = _innermost(() if frame is None else traceback.walk_stack(frame))
-    return found if kind < 2 else SourceLine("(no line of the program's)", 0, "<module>")
-
-
 def here() -> SourceLine:
-    """Finds the line of the caller's thread."""
-    return place_of(sys._getframe(1))
+    """Returns the innermost line from the caller outwards that is the program's, or else a library's."""
+    found, kind = _innermost(traceback.walk_stack(sys._getframe(1)))
+    return found if kind < 2 else SourceLine("(no line of the program's)", 0, "<module>")
 
 
 def place_of_error(error: BaseException) -> SourceLine:
@@ -221,12 +216,6 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
         any(os.path.basename(f.f_code.co_filename) in _DEBUGGERS for f in frames),
         outermost.co_name == "_shutdown" and outermost.co_filename == threading.__file__,
     )
-
-
-def others_in_collectives() -> bool:
-    """Says whether another thread of this process is in torch.distributed, and may come where this one does not."""
-    here = threading.get_ident()
-    return any(f.f_code.co_filename == _C10D for t, f in sys._current_frames().items() if t != here)
 
 
 _uncounted: Counter[str] = Counter()
@@ -356,8 +345,11 @@ class StackReport(NamedTuple):
             return ""
         # its collective of torch's is one that global rank ``here`` has not come to
         waits = at.peer == here if at.peer >= 0 else is_behind(issued_of_torch(), self.of_torch, at.group)
-        if at.operation and self.still >= _STILL and waits and not others_in_collectives():
-            return f"is in torch.distributed's {at.operation}, called at {at.where}"
+        if at.operation and self.still >= _STILL and waits:
+            others = [f for t, f in sys._current_frames().items() if t != threading.get_ident()]
+            # one that is in torch.distributed may come where this thread does not
+            if all(f.f_code.co_filename != _C10D for f in others):
+                return f"is in torch.distributed's {at.operation}, called at {at.where}"
         if self.raised and self.still >= _STILL_IN_ERROR:
             return f"raised {self.raised}, and stands at {at.where}"
         if self.unfinished and self.still >= _STILL_IN_ERROR:

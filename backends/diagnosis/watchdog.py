@@ -382,11 +382,6 @@ class Watch:
         """
         self._left = why, dict(self.issued)
 
-    def fail_with(self, error: BaseException) -> None:
-        """Notes that an error ends the function or the program."""
-        if not self._failed:  # what it said then says more
-            self.fail(f"rank {self._rank} ended with {type(error).__name__}: {error}")
-
     def note_error(self, error: BaseException) -> None:
         """Publishes an error if this rank then stands still for some seconds: it may be caught as well."""
         self._raised = f"{type(error).__name__}: {error}", dict(self.issued)
@@ -608,7 +603,8 @@ def end_job() -> None:
 def fail_job(error: BaseException) -> None:
     """Notes that an error ends the function or the program: ranks that wait for this one hear of it."""
     for watch in list(_watchdog.watches):
-        watch.fail_with(error)
+        if not watch._failed:  # what it said then says more
+            watch.fail(f"rank {watch._rank} ended with {type(error).__name__}: {error}")
 
 
 def _note(error: BaseException) -> None:

@@ -73,7 +73,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
@@ -117,6 +116,7 @@ from .originals import (
     ReleasedView,
     as_tensors,
     backward_when_summoned,
+    both,
     hide,
     kept_views,
     known_originals,
@@ -1066,14 +1066,6 @@ _offset_of, _shape_of = attrgetter("offset"), attrgetter("shape")
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
-@functools.cache
-def class_of(kind: type, listed: type[torch.Tensor]) -> type[torch.Tensor]:
-    """Makes the class of what is listed one that has another's methods, too."""
-    if not issubclass(listed, nn.Parameter):
-        return of_dtensors(kind, listed)
-    return type(kind.__name__, (kind, listed), {})
-
-
 @contextlib.contextmanager
 def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
@@ -1709,7 +1701,9 @@ class FlatParam:
         for listing in self.listings:
             kind = listing.originals[0].listed_as
             if kind is not None and not isinstance(listing.param, kind):
-                listing.param.__class__ = class_of(kind, type(listing.param))  # type: ignore[assignment]
+                listed = type(listing.param)
+                join = both if issubclass(listed, nn.Parameter) else of_dtensors
+                listing.param.__class__ = join(kind, listed)  # type: ignore[assignment]
         note_listings(self.listings)
         check_asked_gradients(_refuse_shards)
 

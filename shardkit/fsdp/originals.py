@@ -369,12 +369,13 @@ def _order(module: nn.Module) -> dict[str, int]:
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:
     """Returns the class of a tensor that becomes one of these; of one that wraps others a class that is both."""
     is_wrapper = is_dtensor(tensor) or is_traceable_wrapper_subclass(tensor)
-    return _both(kind, type(tensor)) if is_wrapper else kind
+    return both(kind, type(tensor)) if is_wrapper else kind
 
 
 @functools.cache
-def _both(kind: type[torch.Tensor], of_torch: type[torch.Tensor]) -> type[torch.Tensor]:
-    return type(kind.__name__, (kind, of_torch), {})
+def both(kind: type, other: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Makes the class of tensors that are of two."""
+    return type(kind.__name__, (kind, other), {})
 
 
 def mesh_of(originals: Sequence[OriginalParameter]) -> DeviceMesh | None:

@@ -130,15 +130,9 @@ def written_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Fl
                 param = listing.originals[0].param
             is_shard = isinstance(param, FlatParameter) and shard_behind(param) is not None
             if param is not None and not is_shard:
-                yield name_at(path, name), param, *_place_of(param)
-
-
-def _place_of(param: nn.Parameter) -> tuple[FlatParam | None, int]:
-    """Returns the flat parameter that a parameter lies in, and its number there."""
-    listing = shard_behind(param)
-    if listing is not None:  # listed in place of one original parameter
-        return listing.flat, listing.first
-    return owner_of(param) or (None, 0)
+                listing = shard_behind(param)  # listed in place of one original parameter
+                place = owner_of(param) if listing is None else (listing.flat, listing.first)
+                yield name_at(path, name), param, *(place or (None, 0))
 
 
 def sharded_state_dict(state: ShardingState) -> StateDict:

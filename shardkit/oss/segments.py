@@ -141,7 +141,9 @@ class FlatSegment:
         self.is_used_up = False
         for p in self.params:
             p.grad = None
-        self._standing.stand(self.marked, stand_in(self.marked, self))
+        mark = torch.zeros_like(self.marked).as_subclass(SegmentGradient)
+        mark.segment = self
+        self._standing.stand(self.marked, mark)
 
     def notice_clearing(self, _: torch.Tensor | None = None) -> None:
         """Looks, before new gradients, whether the module's zero_grad was called since the last reduction."""
@@ -315,13 +317,6 @@ class SegmentGradient(MarkedTensor):
         with as_plain():
             copied = memo[id(self)] = torch.zeros_like(self.as_subclass(torch.Tensor))
         return copied
-
-
-def stand_in(param: torch.Tensor, segment: FlatSegment) -> torch.Tensor:
-    """Returns a tensor that stands for the segment's gradients as the ``grad`` of one of its parameters."""
-    mark = torch.zeros_like(param).as_subclass(SegmentGradient)
-    mark.segment = segment
-    return mark
 
 
 def _gradient_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             sync_module_states=sync_module_states,
             parameters_of_each_optimizer=[len(list(o._parameters())) for o in optimizers],
         )
-        tensors = _facts(module)
+        tensors: list[tuple[str, object]] = [(n, parameter_fact(p)) for n, p in module.named_parameters()]
+        tensors += [(n, (shape_fact(b), str(b.dtype))) for n, b in module.named_buffers()]
         what = "the module's parameters and buffers, or options,"
         told = check_same_everywhere(self._group, tensors + facts, what, proposed_run_id())
         (self._run_id,) = new_run_ids(self._group, told[0])
@@ -297,11 +298,6 @@ def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: Red
             )
         optimizers.append(o)
     return optimizers
-
-
-def _facts(module: nn.Module) -> list[tuple[str, object]]:
-    facts = [(n, parameter_fact(p)) for n, p in module.named_parameters()]
-    return facts + [(n, (shape_fact(b), str(b.dtype))) for n, b in module.named_buffers()]
 
 
 def _bytes_of(params: Sequence[torch.Tensor]) -> int:

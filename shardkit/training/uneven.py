@@ -56,6 +56,8 @@ class _FSDPFollower:
         rounds: counts backwards of a step, where the order of sums is fixed.
         flats: what is sharded.
         groups: all ranks that have a part of the batch, as one group or as two (of shards and of replicas).
+        expect: notes that ranks are about to run a forward.
+        follow_backward: takes part in a backward, or in the rest of one (collective), inside of ``no_sync`` or not.
     """
 
     def __init__(self, state: ShardingState) -> None:
@@ -68,6 +70,7 @@ class _FSDPFollower:
         self.state, self.rounds = self._engine.state, self._engine.rounds
         self.flats = [flat for unit in self._engine.units for flat in unit.flats]
         self.groups = [state.group] if state.replicas is None else [state.group, state.replicas]
+        self.expect, self.follow_backward = self._engine.common.expect, self._engine.follow_backward
 
     def begin(self, once: bool) -> None:
         """Lets this rank keep to the order of all ranks until :meth:`end`; with ``once`` it meets none (collective)."""
@@ -86,17 +89,9 @@ class _FSDPFollower:
         """Says whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
-    def expect(self) -> None:
-        """Notes that ranks are about to run a forward."""
-        self._engine.common.expect()
-
     def follow(self, evaluates: bool) -> None:
         """Takes part in what is left of that forward, or in all of it, without computing (collective)."""
         self._engine.common.follow(trains=not evaluates)
-
-    def follow_backward(self, local: bool) -> None:
-        """Takes part in a backward, or in the rest of one (collective), inside of ``no_sync`` or not."""
-        self._engine.follow_backward(local)
 
     def meets_to_evaluate(self) -> bool:
         """Says whether others are needed to evaluate."""
@@ -140,6 +135,7 @@ class _ShardedDDPFollower:
         self._exchange = model._connected()
         self.state, self.rounds = self._exchange.state, self._exchange.rounds
         self.groups = [model._group]
+        self.adopt_means = self._exchange.adopt_means
 
     def begin(self, once: bool) -> None:
         if once:
@@ -173,9 +169,6 @@ class _ShardedDDPFollower:
 
     def meets_to_evaluate(self) -> bool:
         return False
-
-    def adopt_means(self, params: set[nn.Parameter]) -> None:
-        self._exchange.adopt_means(params)
 
     def leave_step(self, has_failed: bool = False) -> None:
         self._exchange.leave_step()
