@@ -761,7 +761,7 @@ class C10dGroup(Group):
         """Sends a token that nobody has to receive: an agreement uses no connection that could tell of a lost rank."""
         root = self._root
         for rank, of_job in enumerate(self.ranks):
-            if rank == self.rank or self._watch.has_report_of(rank):
+            if rank == self.rank or rank in self._watch.reports:
                 continue
             try:
                 with uncounted(root.process_group):

@@ -227,7 +227,7 @@ class Watch:
         self.thread = threading.get_ident()
         self._background = id(sys.exc_info()[1])  # the error in whose handler the whole program runs, if any
         self._asked = 0  # the first question of the present wait; 0 for none
-        self._reports: dict[int, StackReport] = {}  # the last ones of the others
+        self.reports: dict[int, StackReport] = {}  # the last ones of the others
         self._left: tuple[str, dict[str, int] | None] = "", None  # why, and what was issued then
         self._raised: tuple[str, dict[str, int] | None] = "", None  # the last error noted, and the same
         self._called = 0  # how often others have asked
@@ -281,7 +281,7 @@ class Watch:
     def warn(self, call: Call, seconds: float) -> None:
         """Says in the log whom this rank waits for, and where those stand."""
         others = []
-        for rank, report in sorted(self._reports.items()):
+        for rank, report in sorted(self.reports.items()):
             if report.issued.get(call.channel, 0) < call.sequence:
                 others.append(f"rank {rank} stands at {report.at.where} (for {report.still:.0f} s)")
         logger.warning(
@@ -292,10 +292,6 @@ class Watch:
             "; ".join(others[:8]) or "Nothing is known of the others.",
         )
 
-    def has_report_of(self, rank: int) -> bool:
-        """Says whether a rank's watchdog has answered in this wait, so that its process lives."""
-        return rank in self._reports
-
     def _absent(self, call: Call, rank: int) -> str:
         """Says why a rank that waits in no call of ours can't come to this one; empty if it may."""
         entry = self._board.read(f"stands{rank}")
@@ -304,7 +300,7 @@ class Watch:
         report = StackReport.of(entry)
         if report.answers < self._asked:
             return ""
-        self._reports[rank] = report
+        self.reports[rank] = report
         if report.issued in (self._left[1], self._raised[1]):  # both left the same, and this one goes on
             report = report._replace(left="", raised="")
         if report.issued.get(call.channel, 0) >= call.sequence:
@@ -363,7 +359,7 @@ class Watch:
     def arrived(self) -> None:
         """Notes that the call that was waited for is through."""
         self._suspects.clear()
-        self._reports.clear()
+        self.reports.clear()
         self._asked = 0
         self._board.publish(f"rank{self._rank}", {})
 
@@ -549,7 +545,10 @@ def end_vain_wait(
     logger.error("%s", message)
     of_torch = bool(position.operation) or break_waits is None
     if position.group or not of_torch:
-        _raise_in(thread, OutOfStepError, message)
+        told = {"__init__": lambda self: OutOfStepError.__init__(self, message)}
+        error = type("OutOfStepError", (OutOfStepError,), told)
+        error.__module__, error.__qualname__ = OutOfStepError.__module__, OutOfStepError.__qualname__
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
     if not of_torch and break_waits is not None:
         break_waits()
     for pg in list(dist.distributed_c10d._world.pg_map) if of_torch else ():
@@ -566,12 +565,6 @@ def end_vain_wait(
             return
     print(f"{message}\nIts wait can't be ended, so this process ends.", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _raise_in(thread: int, error: type[Exception], message: str) -> None:
-    kind = type(error.__name__, (error,), {"__init__": lambda self: error.__init__(self, message)})
-    kind.__module__, kind.__qualname__ = error.__module__, error.__qualname__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 def _break(pg: dist.ProcessGroup) -> None:

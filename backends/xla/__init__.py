@@ -126,20 +126,15 @@ class XlaBackend(Backend):
         return self._runtime_replicas[ordinal]
 
 
-def _world() -> World | None:
+def world_here() -> World | None:
     """Returns this process's replicas on a CPU; their module starts a runtime, and is not imported for the question."""
     runtime = sys.modules.get("shardkit.backends.xla.runtime")
     return None if runtime is None else runtime.current_world()
 
 
-def in_replica() -> bool:
-    """Says whether this process holds replicas on a CPU, of which the caller is one."""
-    return _world() is not None
-
-
 def sleep(seconds: float) -> None:
     """``time.sleep``, in which other replicas run."""
-    world = _world()
+    world = world_here()
     with nullcontext() if world is None else world.turns.given():
         time.sleep(seconds)
 

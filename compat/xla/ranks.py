@@ -18,9 +18,9 @@ def current_backend() -> Backend:
     A process group over gloo says nothing in a process that uses XLA's devices: it may be there for objects.
     """
     if importlib.util.find_spec("torch_xla") is not None:
-        from shardkit.backends.xla import has_accelerator, has_started, in_replica
+        from shardkit.backends.xla import has_accelerator, has_started, world_here
 
-        if in_replica() or (has_accelerator() and (has_started() or not dist.is_initialized())):
+        if world_here() is not None or (has_accelerator() and (has_started() or not dist.is_initialized())):
             return get_backend("xla")
     return backend_of_job()
 

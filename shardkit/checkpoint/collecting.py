@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..backend import Backend, Group, backend_for, backend_of_job
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UntrustedFileError
 from ..fsdp.state_dict import Pieces
 from ..layout import Box
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, add_named, of_dtensor, whole
 from ..torch_seams.tensors import is_dtensor
 from ..types import ProcessGroup, StateDict
-from .format.manifest import refuse_what_is_no_data
+from .format.manifest import read_object
 from .format.metadata import Path, dotted
 from .model_state import ModelState
 from .optimizers import CompositeHolder, Holder, ParameterNames, Schedulers, holder_of
@@ -134,9 +134,14 @@ def _record_of(entry: Entry) -> bytes:
             f"{name!r} can't be saved ({type(error).__name__}: {error}): checkpoints hold data, that is tensors, "
             "numbers, strings and containers of them"
         ) from error
-    data = made.getvalue()
-    refuse_what_is_no_data(name, data)
-    return data
+    try:
+        read_object(name, made.getvalue())
+    except UntrustedFileError as error:  # nobody could restore it
+        raise ConfigurationError(
+            f"{name!r} can't be saved, since it holds more than tensors, numbers, strings and containers of them: "
+            f"{error.__cause__}. Pass its state_dict(), or what it consists of"
+        ) from error
+    return made.getvalue()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..checks import attempt, some
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, DamagedFileError
 from ..launching.run_folder import note_checkpoints
 from ..layout import Box
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, whole
@@ -23,7 +23,7 @@ from ..torch_seams.tensors import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .collecting import Parts, backend_and_ranks, holder_for
 from .format import folders
-from .format.manifest import StoredCheckpoint, read_tensor
+from .format.manifest import StoredCheckpoint, read_object
 from .format.metadata import Chunk, Record
 from .model_state import ModelState
 from .optimizers import Holder, check_schedulers
@@ -75,7 +75,11 @@ class Reads:
         """Reads them, each once, in the order in which they lie."""
         for record in sorted(self._copies):
             copies, name = self._copies[record], f"{self._stored.folder}: {record.name} in {record.file}"
-            tensor = read_tensor(name, self._stored.read(record), copies[0].chunk.box.sizes)
+            tensor, sizes = read_object(name, self._stored.read(record)), copies[0].chunk.box.sizes
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
+                raise DamagedFileError(
+                    f"{name} is no tensor of sizes {sizes}, which the checkpoint should have there"
+                )
             for leaf, box, chunk, common in copies:
                 narrowed(leaf.values(box), common, box).copy_(narrowed(tensor, common, chunk.box))
 

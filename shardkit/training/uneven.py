@@ -388,18 +388,14 @@ class uneven:
         else:
             if error is not None:
                 self._fail(error)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        """Lets the model be as outside of a block."""
-        _open.set(tuple(block for block in _open.get() if block is not self))
-        for group in self._by.groups:
-            in_parts.remove(group)
-        self._by.end(once=False)
-        self._by.state.watcher = None
-        if self._by.rounds is not None:
-            self._by.rounds.are_uneven = False
+        finally:  # the model is as outside of a block
+            _open.set(tuple(block for block in _open.get() if block is not self))
+            for group in self._by.groups:
+                in_parts.remove(group)
+            self._by.end(once=False)
+            self._by.state.watcher = None
+            if self._by.rounds is not None:
+                self._by.rounds.are_uneven = False
 
     def _can_tell(self, error: BaseException) -> bool:
         """Says whether this rank can take part in what others wait for, until they hear of it."""

@@ -174,9 +174,16 @@ def wrap_tree(
         raise LifecycleError(
             "there is nothing to wrap with outside of a `with enable_wrap(wrapper_cls=...)` block"
         )
-    _check_nothing_is_wrapped(module, context.wrapper_cls)
+    kind = context.wrapper_cls
+    already = [n for n, m in module.named_modules() if isinstance(kind, type) and isinstance(m, kind)]
+    if already:
+        raise WrapError(
+            f"{already[0] or 'the root'} ({type(module).__name__}) is wrapped in {kind.__name__} already, and "
+            "auto_wrap counts on unwrapped modules; call it once for the whole tree, or mark the modules with "
+            "wrapper_config and use config_auto_wrap_policy"
+        )
     tree = _Tree(module, context, adapt_policy(policy, module, context.ignored, context.kwargs), overrides)
-    built_together = getattr(context.wrapper_cls, "__dict__", {}).get("built_together")
+    built_together = getattr(kind, "__dict__", {}).get("built_together")
     if built_together is None:
         wrapped, params = tree.visit(module, module_is_root)
         return wrapped, tree.numel(params)
@@ -187,18 +194,6 @@ def wrap_tree(
         tree.undo()
         raise
     return wrapped, tree.numel(params)
-
-
-def _check_nothing_is_wrapped(root: nn.Module, wrapper_cls: AnyCallable) -> None:
-    if not isinstance(wrapper_cls, type):
-        return
-    for name, module in root.named_modules():
-        if isinstance(module, wrapper_cls):
-            raise WrapError(
-                f"{name or 'the root'} ({type(root).__name__}) is wrapped in {wrapper_cls.__name__} already, and "
-                "auto_wrap counts on unwrapped modules; call it once for the whole tree, or mark the modules with "
-                "wrapper_config and use config_auto_wrap_policy"
-            )
 
 
 def _apply(context: WrapContext, module: nn.Module, from_policy: Kwargs, overrides: Kwargs) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ...errors import ConfigurationError, DamagedFileError, UntrustedFileError
+from ...errors import ConfigurationError, DamagedFileError
 from ...types import StateDict, Tree
 from ...version import __version_tuple__
 from ..files.loading import load_data
@@ -284,29 +284,8 @@ def stored_file(path: str, items: Sequence[ManifestItem], kind: str) -> StoredFi
 
 # ------------------------------------------------------------ a checkpoint on the disk
 def read_object(name: str, data: bytes) -> Tree:
-    """Reads a record of an object, to the CPU."""
+    """Reads a record of an object or a tensor, to the CPU."""
     return load_data(io.BytesIO(data), len(data), name)
-
-
-def read_tensor(name: str, data: bytes, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Reads a record of a tensor of these sizes, to the CPU."""
-    found = read_object(name, data)
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes:
-        raise DamagedFileError(
-            f"{name} is no tensor of sizes {sizes}, which the checkpoint should have there"
-        )
-    return found.detach()
-
-
-def refuse_what_is_no_data(name: str, data: bytes) -> None:
-    """Raises for a record that could not be read again."""
-    try:
-        read_object(name, data)
-    except UntrustedFileError as error:
-        raise ConfigurationError(
-            f"{name!r} can't be saved, since it holds more than tensors, numbers, strings and containers of them: "
-            f"{error.__cause__}. Pass its state_dict(), or what it consists of"
-        ) from error
 
 
 class StoredCheckpoint:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import NamedTuple, TypeVar
 from unittest import mock
 
@@ -416,7 +416,9 @@ class Program:
     def run(self, rank: Rank) -> None:
         """Runs in the rank's thread."""
         package = None if self._spec is None else self._spec.parent
-        module = surroundings.named_main(rank, self._file, package, self._spec)
+        module = rank.main = ModuleType("__main__")
+        module.__dict__.update(__file__=self._file, __package__=package, __spec__=self._spec)
+        module.__dict__.update(__builtins__=__builtins__, __loader__=None, __cached__=None)
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:

@@ -145,13 +145,7 @@ def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.T
     def started(thread: threading.Thread) -> None:
         rank = current()
         if rank is not None:
-            run = thread.run
-
-            def as_rank() -> None:
-                with acting_as(rank):
-                    run()
-
-            thread.run = as_rank  # type: ignore[method-assign]
+            thread.run = acting_as(rank)(thread.run)  # type: ignore[method-assign]
         start(thread)
 
     return functools.wraps(start)(started)
@@ -493,15 +487,6 @@ def _handling(outside: Tree) -> Tree:
         return signal.getsignal(number)
 
     return handle
-
-
-def named_main(rank: Rank, file: str, package: str | None, spec: Tree) -> ModuleType:
-    """Returns a new module ``__main__`` for the rank."""
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=file, __package__=package, __spec__=spec, __builtins__=__builtins__)
-    module.__dict__.update(__loader__=None, __cached__=None)
-    rank.main = module
-    return module
 
 
 # ------------------------------------------------------------ state of libraries

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -399,11 +399,12 @@ class Agent(LocalElasticAgent):
             return ""
         return f"ranks had not ended {grace:g} s after they were asked to save and end (--grace)"
 
-    def signal_ranks(self, number: int) -> None:
-        """Sends each rank that lives a signal; from any thread."""
-        for pid in self._living().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def signal_ranks(self, number: int, among: Container[int] | None = None) -> None:
+        """Sends each rank that lives, or of some, a signal; from any thread."""
+        for rank, pid in self._living().items():
+            if among is None or rank in among:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def close(self) -> None:
         self._heart.stop()
@@ -597,7 +598,9 @@ class Agent(LocalElasticAgent):
             silent = [r for r in silent if not files[r].with_suffix(".error.json").exists()]
             if waited > _BRIEF and silent and not is_signalled:
                 is_signalled = True
-                self._ask_for_stacks(silent)
+                # not even their threads for questions run; a rank that has not begun would be ended by it
+                begun = [r for r in silent if files[r].with_suffix(".stacks").exists()]
+                self.signal_ranks(STACKS_SIGNAL, begun)
             alone = self._heart.is_alone
             is_here = alone or bool(self._hanging()) if overdue else not first_cause(failures).is_consequence
             is_known = is_here or self._cause_elsewhere() is not None
@@ -615,15 +618,6 @@ class Agent(LocalElasticAgent):
         for rank in ranks:
             with contextlib.suppress(OSError):
                 os.close(os.open(self._logs.pipe(rank), os.O_WRONLY | os.O_NONBLOCK))
-
-    def _ask_for_stacks(self, ranks: list[int]) -> None:
-        """Asks ranks in which not even the thread for questions runs. One that has not begun would be ended by it."""
-        living = self._living()
-        for rank in ranks:
-            has_begun = self._logs.files(rank).with_suffix(".stacks").exists()
-            if STACKS_SIGNAL and has_begun and rank in living:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(living[rank], STACKS_SIGNAL)
 
     def _publish_elsewhere(self, cause: FailureNotice) -> None:
         note = f"On another machine:\n{cause.trace}" * bool(cause.trace)

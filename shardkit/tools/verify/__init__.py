@@ -91,7 +91,12 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     if got.shape != want.shape or got.dtype != want.dtype:
         raise Difference(where, f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
     if tolerance == EXACT:
-        _check_bits(where, got.flatten(), want.flatten())
+        bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (got, want) if t.numel()]
+        differs = (bits[0] != bits[1]).any(1) if bits else torch.zeros(0)
+        if differs.any():
+            k = int(differs.int().argmax())
+            a, b = got.flatten()[k].item(), want.flatten()[k].item()
+            raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
         return
     if torch.equal(got, want):
         return
@@ -103,15 +108,6 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     _, gap = differing(got, want)
     shown = f"\n  got  {got.flatten()[:8]}\n  want {want.flatten()[:8]}"
     raise Difference(where, f"differs by {gap:.3g}{shown}", gap)
-
-
-def _check_bits(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (got, want) if t.numel()]
-    differs = (bits[0] != bits[1]).any(1) if bits else torch.zeros(0)
-    if differs.any():
-        k = int(differs.int().argmax())
-        a, b = got[k].item(), want[k].item()
-        raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
 
 
 def check_numbers(where: str, got: Sequence[float], want: Sequence[float], tolerance: Tolerance) -> None:
