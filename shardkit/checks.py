@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TypeVar
 
@@ -254,13 +255,8 @@ def _shown(fact: Sequence[Tree]) -> str:
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
-    reference = everybody[0]
     for rank, other in enumerate(everybody):
-        if other == reference:
-            continue
-        for i in range(max(len(reference), len(other))):
-            mine = reference[i] if i < len(reference) else ("nothing", "-")
-            theirs = other[i] if i < len(other) else ("nothing", "-")
+        for i, (mine, theirs) in enumerate(zip_longest(everybody[0], other, fillvalue=("nothing", "-"))):
             if mine != theirs:
                 remedy = "Build the same model in the same order on every rank"
                 if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
