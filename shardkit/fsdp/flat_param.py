@@ -128,6 +128,7 @@ from .originals import (
     show,
     unregister,
     without_values,
+    written_original,
 )
 
 if TYPE_CHECKING:
@@ -445,7 +446,7 @@ class Store(ABC):
 
     def note_data(self, number: int, data: torch.Tensor | None) -> None:
         """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
-        if self._versions and not self.is_whole and self.state is GATHERED:
+        if self._versions and (self.state is SUMMONED or (self.state is GATHERED and not self.is_whole)):
             self._seen.append((number, data, 0))
 
     def _count_data(self, versions: list[int]) -> None:
@@ -461,6 +462,14 @@ class Store(ABC):
                 versions[number] += 1
                 self.show(self.gathered)
         self._seen.clear()
+
+    def written_since(self, versions: list[int]) -> list[int]:
+        """Returns numbers of original parameters that have other versions now, or whose data were written to."""
+        seen, self._seen = self._seen, []
+        found = [
+            k for k, (o, v) in enumerate(zip(self._originals, versions, strict=True)) if o.param._version != v
+        ]
+        return found + [k for k, data, since in seen if data is None or data._version > since]
 
     def _be_attributes(self, have_values: bool) -> None:
         """Makes attributes of modules the original parameters, or what is listed: DTensors."""
@@ -1855,8 +1864,10 @@ class FlatParam:
 
     # ------------------------------------------------------------ full precision
     @contextmanager
-    def summoned(self, writeback: bool) -> Iterator[None]:
+    def summoned(self, writeback: bool | None) -> Iterator[None]:
         """Gives original parameters their values in full precision; with ``writeback`` changes to them are kept.
+
+        With None they are kept where there are any, and refused where the shard has changed, too.
 
         A graph built inside needs values that are gone afterwards. Autograd finds that by the original parameters'
         versions, which differ inside. They are put back, for graphs from before are as good as ever unless somebody
@@ -1868,7 +1879,7 @@ class FlatParam:
         full = self.store.summon()
         gradients = [m.param.grad for m in self.originals]  # of the compute dtype
         params = tuple(m.param for m in self.originals)
-        versions = [p._version for p in params]
+        versions, version = [p._version for p in params], self.version
         for p in params:
             p.grad = None
         self.store.show(full)
@@ -1876,8 +1887,10 @@ class FlatParam:
         try:
             yield
         finally:
-            if writeback:
+            written = self.store.written_since([v + 1 for v in versions])
+            if writeback or (writeback is None and written and self.version == version):
                 self.store.keep(full)
+                written = []
             for k, p in enumerate(params):
                 versions[k] = versions[k] if p._version == versions[k] + 1 else p._version + 1
             set_versions(params, tuple(versions))
@@ -1886,6 +1899,8 @@ class FlatParam:
                 for m, g in zip(self.originals, gradients, strict=True):
                     if g is not None:
                         m.param.grad = g
+            if writeback is None and written:
+                raise written_original(self, written)
 
     @contextmanager
     def summoned_for_compute(self) -> Iterator[None]:
@@ -1896,10 +1911,14 @@ class FlatParam:
             return
         store.collect(full)
         store.show_computed(full)
+        versions = [m.param._version for m in self.originals]
         try:
             yield
         finally:
+            written = store.written_since(versions)
             store.show(full)
+            if written:
+                raise written_original(self, written)
 
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:

@@ -585,13 +585,14 @@ def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     )
 
 
-def written_original(flat: FlatParam) -> LifecycleError:
+def written_original(flat: FlatParam, written: Sequence[int] = ()) -> LifecycleError:
     """Returns the error, raised once, where memory of gathered parameters is given back that somebody wrote to."""
-    name, flat.written = name_of_original(flat.originals[flat.written[0]].param), []
+    first, flat.written = [*written, *flat.written][0], []
     return LifecycleError(
-        f"rank {flat.group.rank}: parameter {name!r} was written to while it was gathered (in forward, or before the "
-        "backward that followed). It is a copy of what the shards hold, and the change is lost. Write inside of "
-        "summon_full_params(), between steps; a value that changes in forward can be a buffer"
+        f"rank {flat.group.rank}: parameter {name_of_original(flat.originals[first].param)!r} was written to while it "
+        "was gathered (in forward, before the backward that followed, or after unshard() of a unit that computes in "
+        "another dtype or whose shards were written to, too). It is a copy of what the shards hold, and the change is "
+        "lost. Write inside of summon_full_params(), between steps; a value that changes in forward can be a buffer"
     )
 
 

@@ -420,7 +420,7 @@ def summoned(state: ShardingState, recurse: bool, writeback: bool) -> Iterator[N
         yield
 
 
-def enter_summon(state: ShardingState, writeback: bool, purpose: Purpose = "block") -> None:
+def enter_summon(state: ShardingState, writeback: bool | None, purpose: Purpose = "block") -> None:
     """Begins it for one unit, all modules of it; :func:`exit_summon` ends it."""
     if state.engine is not None:
         state.engine.check_idle("summon_full_params")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import threading
 from dataclasses import dataclass
@@ -234,6 +235,51 @@ def test_what_changes_values_ends_unshard(rank: int, world_size: int, dtensors: 
             half(data), nn.functional.linear(*(v.bfloat16() for v in (data, *own.values())))
         )
     torch.testing.assert_close(whole(half.state_dict()), own, rtol=0, atol=0)
+
+
+WRITES: dict[str, Any] = {
+    "in place": lambda w: w.mul_(2),
+    "a part": lambda w: w[-1:].fill_(3),
+    "data": lambda w: w.data.mul_(2),
+    "other data": lambda w: setattr(w, "data", w.data * 2),
+    "foreach": lambda w: torch._foreach_add_([w], 1),
+}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtensors", [True, False])
+def test_what_is_written_after_unshard(rank: int, world_size: int, dtensors: bool) -> None:
+    """It was lost at the next forward; it is kept, whatever ends it, or refused where it can't be."""
+    x = tokens(rank, 0)
+    ends = (lambda m: m(x), lambda m: m.layers[1].reshard(), lambda m: m.state_dict())
+    for (name, write), end in itertools.product(WRITES.items(), ends):
+        plain, model = Net(), as_in_torchtitan(Net(), dtensors=dtensors)
+        model.layers[1].unshard()  # type: ignore[operator]
+        with torch.no_grad():
+            for m in (model, plain):
+                write(m.layers[1][0].weight)
+        end(model)
+        torch.testing.assert_close(model(x), plain(x))
+        assert_same(model, plain, name, rtol=0, atol=0)
+
+    half: Any = fully_shard(
+        nn.Linear(4, 3), dtensors=dtensors, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+    )
+    both: Any = fully_shard(nn.Linear(4, 3), dtensors=dtensors)
+    (shard, *_), own = both.parameters(), [whole(m.state_dict()) for m in (half, both)]
+    for m, write in itertools.product((half, both), WRITES.values()):
+        m.unshard()
+        with torch.no_grad():
+            write(m.weight)
+            if m is both:
+                shard.copy_(shard.clone())
+        with pytest.raises(
+            LifecycleError, match=rf"^rank {rank}: parameter 'weight' was written to .* unshard\(\)"
+        ):
+            m(torch.ones(1, 4))
+        m(torch.ones(1, 4))  # it is said once
+    for m, before in zip((half, both), own, strict=True):
+        torch.testing.assert_close(whole(m.state_dict()), before, rtol=0, atol=0)
 
 
 class Twice(Net):
