@@ -91,6 +91,7 @@ _KINDS: dict[str, type] = {
     "cpu_offload": CPUOffload,
     "backward_prefetch": BackwardPrefetch,
     "mixed_precision": MixedPrecision,
+    "param_init_fn": Callable,
     "device_mesh": DeviceMesh,
 }
 OptimInput = list[ParamGroup] | Iterable[nn.Parameter]
@@ -155,7 +156,7 @@ class FullyShardedDataParallel(StandIn):
         for name, kind in _KINDS.items():
             if given[name] is not None and not isinstance(given[name], kind):
                 raise ConfigurationError(
-                    f"{name} is {given[name]!r}; pass a {kind.__name__} of torch, or None"
+                    f"{name} is {given[name]!r}; pass a {kind.__name__}, as to torch's FSDP, or None"
                 )
         if device_mesh is not None and process_group is not None:
             raise ConfigurationError("pass process_group or device_mesh, not both: a mesh has its groups")
@@ -187,6 +188,11 @@ class FullyShardedDataParallel(StandIn):
         offloads = offload is not None and offload.offload_params
         compute = device_for(params, None, offloads)
         casts = mixed or MixedPrecision(cast_forward_inputs=True)
+        if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (casts.param_dtype or casts.buffer_dtype):
+            raise ConfigurationError(
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment: evaluation computes in param_dtype here, as training "
+                "does. Unset it, or evaluate a model without mixed_precision that has loaded this one's state dict"
+            )
         prefetches = given["backward_prefetch"] is not None or given["forward_prefetch"]
         options = Options(
             group=group,

@@ -451,8 +451,9 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
             finished.append(exact_norm([(exact, (group,))], values[0]))
             continue
         local = combined([values[k] for k, g in enumerate(groups) if g is group], order)
-        wide = local.float() if local.itemsize < 4 else local  # as ranks with other modules' gradients
-        finished.append(global_norm(wide, order, group, "norm of gradients, for torch.nn.utils"))
+        # all ranks send fp64, whatever modules they have gradients of
+        wide = global_norm(local.double(), order, group, "norm of gradients, for torch.nn.utils")
+        finished.append(wide.to(torch.promote_types(local.dtype, torch.float32)))
     total = combined(finished, order)
     if ranges.listening:
         ranges.report_number("gradient_norm", total)

@@ -277,6 +277,8 @@ def test_ranks_that_have_nothing_of_a_dtype(rank: int, world_size: int, strategy
         (ShardedDDP, (torch.float32, torch.float16)),
         (FSDP, (torch.bfloat16, torch.bfloat16)),
         (FSDP, (torch.bfloat16, torch.float32)),
+        (ShardedDDP, (torch.float32, torch.float64)),
+        (FSDP, (torch.float32, torch.float64)),
     ],
     ids=str,
 )

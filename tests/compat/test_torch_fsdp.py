@@ -7,6 +7,7 @@ import inspect
 import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -370,6 +371,7 @@ def _refused() -> None:
         ("not both", lambda: FSDP(net(), process_group=(1, 2), device_mesh=init_device_mesh("cpu", (1,)))),
         ("is a tuple of groups", lambda: FSDP(net(), process_group=(None, None))),
         ("sharding_strategy is", lambda: FSDP(net(), sharding_strategy="FULL_SHARD")),
+        ("param_init_fn is 3; pass a Callable", lambda: FSDP(net(), param_init_fn=3)),
         ("auto_wrap_policy=3", lambda: FSDP(net(), auto_wrap_policy=3)),
         ("ignored_states alone", lambda: FSDP(net(), ignored_modules=[], ignored_states=[])),
         ("are modules or", lambda: FSDP(net(), ignored_states=["first"])),
@@ -384,6 +386,10 @@ def _refused() -> None:
     for words, call in refusals:
         with pytest.raises(ConfigurationError, match=words):
             call()
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        FSDP(net(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+        with pytest.raises(ConfigurationError, match="FSDP_USE_FULL_PREC_IN_EVAL=1"):
+            FSDP(net(), mixed_precision=HALF)
 
 
 @on_ranks(2)

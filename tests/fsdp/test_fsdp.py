@@ -232,10 +232,21 @@ def test_local_state_dicts_consolidate_without_a_process_group() -> None:
         FSDP.consolidate_shard_weights([weights[k] for k in order], metadata)
 
 
-@on_ranks(2)
-def test_hooks_on_shards_get_reduced_gradients(rank: int) -> None:
+class _UsedNow(nn.Sequential):
+    """Most of it, all that the last ranks have, has no gradient in two steps of three."""
+
+    count: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x) + (self[1](x).sum() if self.count == 1 else 0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("used", ["all", "some"])
+@on_ranks(2, 3)
+def test_hooks_on_shards_get_reduced_gradients(rank: int, world_size: int, used: str) -> None:
     """An optimizer that steps in backward, as soon as a shard has its gradient; and a hook that halves gradients."""
-    plain, model = (linears(WIDTH, 7, 5, 1) for _ in range(2))
+    some = lambda: _UsedNow(nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 30))  # noqa: E731
+    plain, model = (build(some) if used == "some" else linears(WIDTH, 7, 5, 1) for _ in range(2))
     sharded = wrapped(model)
     for p in sharded.parameters():
         optimizer = torch.optim.SGD([p], lr=0.1)
@@ -248,7 +259,8 @@ def test_hooks_on_shards_get_reduced_gradients(rank: int) -> None:
         p.register_post_accumulate_grad_hook(step)
     first = torch.optim.SGD(plain.parameters(), lr=0.05)
     for count in range(3):
-        xs = batch(count, 2)
+        xs = batch(count, world_size)
+        plain.count = model.count = count
         first.zero_grad()
         mean_loss(plain, xs).backward()
         first.step()
