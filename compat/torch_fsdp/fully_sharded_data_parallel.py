@@ -86,7 +86,7 @@ __all__ = [*api.__all__, "FullyShardedDataParallel", "OptimStateKeyType"]
 
 _NOT_HANDED_ON = ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules", "ignored_states")
 _SHOWN = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-_KINDS: dict[str, type] = {
+_KINDS: dict[str, Tree] = {
     "sharding_strategy": ShardingStrategy,
     "cpu_offload": CPUOffload,
     "backward_prefetch": BackwardPrefetch,
@@ -190,8 +190,7 @@ class FullyShardedDataParallel(StandIn):
         casts = mixed or MixedPrecision(cast_forward_inputs=True)
         if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" and (casts.param_dtype or casts.buffer_dtype):
             raise ConfigurationError(
-                "FSDP_USE_FULL_PREC_IN_EVAL=1 in the environment: evaluation computes in param_dtype here, as training "
-                "does. Unset it, or evaluate a model without mixed_precision that has loaded this one's state dict"
+                "FSDP_USE_FULL_PREC_IN_EVAL=1: evaluation computes in param_dtype here, as training does. Unset it"
             )
         prefetches = given["backward_prefetch"] is not None or given["forward_prefetch"]
         options = Options(

@@ -447,7 +447,7 @@ class Store(ABC):
     def note_data(self, number: int, data: torch.Tensor | None) -> None:
         """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
         if self._versions and (self.state is SUMMONED or (self.state is GATHERED and not self.is_whole)):
-            self._seen.append((number, data, 0))
+            self._seen.append((number, data, 0 if data is None else data._version))
 
     def _count_data(self, versions: list[int]) -> None:
         """Adds how often data were written to, or that they are others still."""

@@ -55,7 +55,7 @@ from .state import (
     units_in,
 )
 from .state_dict import begin_loading, detach_entries
-from .submodule_api import collect_in_place
+from .submodule_api import collect_in_place, refuse_sharing
 from .unit import Comm, Hook
 from .wrapper import Door
 
@@ -358,12 +358,8 @@ class InPlace:
     # ------------------------------------------------------------ being moved and copied
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         wake(self._state)
-        names = getattr(getattr(fn, "__code__", None), "co_names", ())
-        if "share_memory_" in names and self._state.options.dtensors:
-            raise ConfigurationError(
-                f"share_memory() of a {own_class(self._state.module).__name__} whose parameters are DTensors, at which "
-                "torch ends the process. Share what each rank has of them: param.to_local().share_memory_()"
-            )
+        if self._state.options.dtensors:
+            refuse_sharing(self._state.module, fn)
         exit_summon(self._state, "unshard")
         begin_move(self._state)
         own_class(self._state.module)._apply(self._state.module, fn, recurse)
@@ -909,7 +905,7 @@ class AsTorchsState:
     _fsdp_param_groups = property(lambda state: [state])
     _comm_ctx = comm_ctx = property(lambda state: state, lambda state, ctx: None)  # shared already
     all_states = property(lambda state: [_torchs_state(s.door) for s in state._state.states()])
-    _is_root = property(lambda state: state._state.is_root)
+    _is_root = property(lambda state: state._state.is_root, lambda state, _: state.__getattr__("_is_root ="))
     shard_mesh_size = property(lambda state: state._state.group.world_size)
     post_forward_mesh_info = property(
         lambda state: None if state._state.unit.keep_after_forward else state,
@@ -929,7 +925,8 @@ class AsTorchsState:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one"
+            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one. "
+            "Torch's fully_shard can't be around it"
         )
 
 

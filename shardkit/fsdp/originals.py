@@ -74,16 +74,17 @@ class GatheredParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """Returns its values without a graph; what is written to them has a version of its own, which is looked at."""
-        data: torch.Tensor = get_data(self)
-        if (owner := owner_of(self)) is not None:
-            owner.flat.store.note_data(owner.number, data)
-        return data
+        return _noted(self, get_data(self))
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         if (owner := owner_of(self)) is not None:
             owner.flat.store.note_data(owner.number, None)
         set_data(self, values)
+
+    def detach(self) -> torch.Tensor:
+        """Returns the same, which a program may keep, too."""
+        return _noted(self, super().detach())
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
@@ -94,6 +95,12 @@ class GatheredParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return _with_attributes, (nn.Parameter(self.data.clone(), self.requires_grad), self.__dict__)
+
+
+def _noted(param: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
+    if (owner := owner_of(param)) is not None:
+        owner.flat.store.note_data(owner.number, data)
+    return data
 
 
 class ViewOfShard(GatheredParameter):

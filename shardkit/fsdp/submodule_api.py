@@ -146,6 +146,23 @@ class Moves(Answer):
         return type(module)._apply(module, fn, recurse)  # type: ignore[no-any-return]
 
 
+def refuse_sharing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises ConfigurationError where a module that lists DTensors is to be shared between processes."""
+    if "share_memory_" in getattr(getattr(fn, "__code__", None), "co_names", ()):
+        raise ConfigurationError(
+            f"share_memory() of a {type(module).__name__} whose parameters are DTensors, at which torch ends the "
+            "process. Share what each rank has of them: param.to_local().share_memory_()"
+        )
+
+
+class MovesDTensors(Answer):
+    """``_apply`` of a module inside of a unit that lists DTensors."""
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        refuse_sharing(self.module, fn)
+        return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-any-return]
+
+
 class ZeroGrad(Answer):
     """``zero_grad`` of a module inside of a unit: clears gradients of shards that are of its parameters alone.
 
@@ -258,6 +275,8 @@ def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
         m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
         m.__dict__["_fsdp_use_orig_params"] = takes_parameters
+        if state.options.dtensors and m not in doors:
+            m.__dict__["_apply"] = MovesDTensors(m)
         if (
             (m._parameters or ORDER in m.__dict__)
             and m not in doors

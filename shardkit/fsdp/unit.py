@@ -434,10 +434,7 @@ class GradientPack(ABC):
         """Gives back what was sent."""
 
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """Notes which original parameters had no gradient on any rank; whether any with a part here had one.
-
-        For hooks, which may step an optimizer, it is whether any had one: they are called on all ranks, or none.
-        """
+        """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
         flat, here = part[0], part[3] or range(len(had))
         trains = list(map(_requires_grad, flat.listings))
         if False in trains:  # frozen since forward: autograd gives such parameters nothing
@@ -446,6 +443,7 @@ class GradientPack(ABC):
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False
         flat.unused.note(had, repeat(flat.param.grad is None))
+        # hooks, which may step an optimizer, are called on all ranks or none
         if True not in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
             self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
             return False

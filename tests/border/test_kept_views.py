@@ -219,22 +219,23 @@ def test_a_tensor_that_leaves_otherwise(rank: int, world_size: int, door: str, h
 class Lending(nn.Linear):
     """Gives the data of its weight to whoever wants it, and what it has computed of them."""
 
-    def __init__(self, take: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def __init__(self, take: Callable[[torch.Tensor, torch.Tensor], None], detaches: bool) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.take = take
+        self.take, self.detaches = take, detaches
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        data = self.weight.data
+        data = self.weight.detach().cpu() if self.detaches else self.weight.data
         self.take(data, x @ data.t())
         return super().forward(x)
 
 
+@pytest.mark.parametrize("detaches", [False, True])
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(1, 2, 3)
-def test_data_that_a_program_keeps_elsewhere(rank: int, world_size: int, door: str) -> None:
+def test_data_that_a_program_keeps_elsewhere(rank: int, world_size: int, door: str, detaches: bool) -> None:
     """Read between forwards, come to by backward, or written in a later forward: the process ended, or it was lost."""
     kept: list[Any] = []
-    model = in_front(build(lambda: Lending(lambda *given: kept.append(given))), door)
+    model = in_front(build(lambda: Lending(lambda *given: kept.append(given), detaches)), door)
     x = batch(0, world_size)[rank].requires_grad_()
     if world_size == 1:
         model(x)

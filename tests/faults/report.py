@@ -52,7 +52,7 @@ last of them does, counted from the end of the first step. Each was measured onc
 
 What is not covered:
 
-- A view of a gathered weight (`weight.detach()`, `weight.t()`) that is kept outside of modules, in a global list say,
+- A view of a gathered weight (`weight.t()`, `weight[0]`, `weight.data[0]`) that is kept outside of modules, in a list,
   and read after its unit gave the memory back ends the process (SIGSEGV), as with FSDP2: keep a `clone()`.
 - CUDA with NCCL: shardkit doesn't watch waits there. They end when NCCL's own watchdog ends the job, after the process
   group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it

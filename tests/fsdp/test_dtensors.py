@@ -225,7 +225,7 @@ def test_being_moved_loaded_and_copied(rank: int) -> None:
 def test_memory_that_is_shared_between_processes(rank: int, world_size: int) -> None:
     """Torch ends the process at DTensors: refused, through a module around it too; rows have memory of their own."""
     model, rows = _sharded(), nn.Sequential(fully_shard(Model()))
-    for module in (model, nn.Sequential(model)):
+    for module in (model, nn.Sequential(model), *model.modules()):
         with pytest.raises(ConfigurationError, match=r"param\.to_local\(\)\.share_memory_\(\)"):
             module.share_memory()
     rows.share_memory()

@@ -510,6 +510,9 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
         register_fsdp_forward_method(model, "nothing")
     with pytest.raises(ConfigurationError, match="Each distinct composable distributed API"):
         fully_shard(model)
+    around: Any = torchs_fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=flat)), mesh=flat)
+    with pytest.raises(AttributeError, match=r"by shardkit, .* Torch's fully_shard can't be around it"):
+        around(torch.zeros(1, 2))
     with pytest.raises(ConfigurationError, match="Invalid shard_placement_fn result 1 for 'weight'"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
     with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):

@@ -368,14 +368,10 @@ class FullyShardedDataParallel(StandIn):
 
     @process_group_reduce_scatter.setter
     def process_group_reduce_scatter(self, group: ProcessGroup) -> None:
-        own = self._state.group
-        if own is not None and (size := size_of(getattr(group, "group", group))) not in (
-            None,
-            own.world_size,
-        ):
+        size, own = size_of(getattr(group, "group", group)), self._state.group
+        if None not in (size, own) and size != own.world_size:
             raise ConfigurationError(
-                f"process_group_reduce_scatter = a group of {size} ranks, and gradients are reduced among the "
-                f"{own.world_size} that the shards are of: set process_group, before the first forward"
+                f"a group of {size} ranks: gradients are reduced among the {own.world_size} that the shards are of"
             )
         self._passed_for_gradients = PassedGroup(group)
 
