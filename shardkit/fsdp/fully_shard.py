@@ -925,7 +925,7 @@ class AsTorchsState:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another one. "
+            f"{name} of torch's state of an FSDPModule: this module is sharded by shardkit, whose state is another. "
             "Torch's fully_shard can't be around it"
         )
 

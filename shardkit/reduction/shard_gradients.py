@@ -428,7 +428,8 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """Returns the norm over all ranks (collective) of a stack of norms."""
     order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
-    values = norms.as_subclass(torch.Tensor)
+    like = norms.as_subclass(torch.Tensor).to(torch.promote_types(norms.dtype, torch.float32))
+    values = like.double()  # what all ranks send, whatever modules they have gradients of
     for kind in {k for k in kinds if k is not None}:
         asked, kept = kinds.count(kind), [p for ref in kind.kept if (p := ref()) is not None]
         held = sum(type(p.grad) is kind for p in kept)
@@ -438,8 +439,8 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
                 f"the norm of {asked} of the {held} gradients that this rank has: the gradients of other parameters "
                 f"are on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
             )
-        if kept:  # other ranks may have gradients of other dtypes, and of other modules, of fp32 at most
-            values = values.to(torch.promote_types(values.dtype, norm_like(kept).dtype))
+        if kept:  # other ranks may have gradients of other dtypes
+            like = like.to(torch.promote_types(like.dtype, norm_like(kept).dtype))
     groups = [None if k is None else _group_of(k) for k in kinds]
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
@@ -448,13 +449,11 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
         exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
         if exact and is_exact(order):
             check_whole((group,))
-            finished.append(exact_norm([(exact, (group,))], values[0]))
+            finished.append(exact_norm([(exact, (group,))], like[0]))
             continue
         local = combined([values[k] for k, g in enumerate(groups) if g is group], order)
-        # all ranks send fp64, whatever modules they have gradients of
-        wide = global_norm(local.double(), order, group, "norm of gradients, for torch.nn.utils")
-        finished.append(wide.to(torch.promote_types(local.dtype, torch.float32)))
-    total = combined(finished, order)
+        finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
+    total = combined(finished, order).to(like.dtype)
     if ranges.listening:
         ranges.report_number("gradient_norm", total)
     return total
