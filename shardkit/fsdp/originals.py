@@ -88,12 +88,13 @@ class GatheredParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), requires_grad=self.requires_grad)
-            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
+            make, (*facts, attributes) = self.__reduce_ex__(2)
+            memo[id(self)] = make(*facts, {})
+            memo[id(self)].__dict__.update(copy.deepcopy(attributes, memo))  # of the user's class
         copied: nn.Parameter = memo[id(self)]
         return copied
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Tree:
         return _with_attributes, (nn.Parameter(self.data.clone(), self.requires_grad), self.__dict__)
 
 
@@ -155,13 +156,9 @@ class ReleasedParameter(GatheredParameter):
         owner = owner_of(self)
         if owner is not None and id(owner.flat) not in memo.get(COPIED, ()):
             raise LifecycleError(refusal_of(self, "a copy"))
-        if id(self) not in memo:
-            memo[id(self)] = _without_owner(self.dtype, self.requires_grad, _name(self))
-            memo[id(self)].__dict__.update(copy.deepcopy(self.__dict__, memo))  # of the user's class
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return super().__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Tree:
         return _without_owner, (self.dtype, self.requires_grad, _name(self), self.__dict__)
 
 

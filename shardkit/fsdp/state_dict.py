@@ -235,8 +235,6 @@ def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tu
     """Finds weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
     found = []
     for s in state.states():
-        if not any(len(original.places) > 1 for flat in s.flats for original in flat.originals):
-            continue
         inside = {id(x) for x in s.door.modules()}
         for flat in s.flats:
             for original, name in zip(flat.originals, flat.names, strict=True):
