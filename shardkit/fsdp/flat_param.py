@@ -466,9 +466,7 @@ class Store(ABC):
     def written_since(self, versions: list[int]) -> list[int]:
         """Returns numbers of original parameters that have other versions now, or whose data were written to."""
         seen, self._seen = self._seen, []
-        found = [
-            k for k, (o, v) in enumerate(zip(self._originals, versions, strict=True)) if o.param._version != v
-        ]
+        found = [k for k, now in enumerate(map(_version_of, self._originals)) if now != versions[k]]
         return found + [k for k, data, since in seen if data is None or data._version > since]
 
     def _be_attributes(self, have_values: bool) -> None:
