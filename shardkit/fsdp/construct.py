@@ -927,7 +927,9 @@ def end_move(state: ShardingState) -> None:
         return  # others of its modules follow
     for flat in state.flats:
         flat.take_over()
-    device, moved_to = state.options.device, _moved_to(state)
+    # where its shards are now, or else those of units inside, which have moved before
+    below = [] if state.flats else [unit.group.backend.device_type for unit in units_in(state.door, state)]
+    device, moved_to = state.options.device, [*(f.param.device.type for f in state.flats), *below, "meta"][0]
     if device is not None and state.options.offload.on_host and moved_to not in ("cpu", "meta", device.type):
         raise ConfigurationError(
             f"an offloaded module that computes on {device} was moved to {moved_to!r}. Move it before it is sharded or "
@@ -941,14 +943,6 @@ def end_move(state: ShardingState) -> None:
     for flat in state.flats:
         flat.adopt()
     state.unit.attach()
-
-
-def _moved_to(state: ShardingState) -> str:
-    """Returns the type of device where a unit's shards are now; of one without any, that of units inside of it."""
-    if state.flats:
-        return state.flats[0].param.device.type
-    below = units_in(state.door, state)  # they have moved before
-    return below[0].group.backend.device_type if below else "meta"
 
 
 # ------------------------------------------------------------ copies
