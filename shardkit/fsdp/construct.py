@@ -122,25 +122,22 @@ def _shard(units: Sequence[Found], claimed: set[int]) -> None:
     first_steps.wrapped += 1  # optimizers are looked at before their next step
     with torch.no_grad():
         for found in units:
-            _make_unit(found)
+            state = found.state
+            for originals in alike(found):
+                state.flats.append(_listed(found, originals, *_cut(found, originals)))
+            borrowed = _borrow(found) if found.borrowed else []
+            if state.options.mesh is not None and state.options.mesh.device_type != "cpu":
+                for _, m in found.modules:
+                    move_buffers(m, state.group.backend.device(), "cpu")
+            state.shared_paths = found.shared
+            _run(state, list(map(itemgetter(1), found.modules)), borrowed)
+            for mate in state.mates[1:]:
+                mate.flats, mate.group, mate.replicas = state.flats, state.group, state.replicas
+                mate.run_id, mate.unit = state.run_id, state.unit
+                mate.post_forward_mesh = state.post_forward_mesh
     name_flats({found.state: "" for found in units})
     if units[0].state.group.rank == 0:
         report_padding([(flat.names, flat.layout) for found in units for flat in found.state.flats])
-
-
-def _make_unit(found: Found) -> None:
-    state = found.state
-    for originals in alike(found):
-        state.flats.append(_listed(found, originals, *_cut(found, originals)))
-    borrowed = _borrow(found) if found.borrowed else []
-    if state.options.mesh is not None and state.options.mesh.device_type != "cpu":
-        for _, m in found.modules:
-            move_buffers(m, state.group.backend.device(), "cpu")
-    state.shared_paths = found.shared
-    _run(state, list(map(itemgetter(1), found.modules)), borrowed)
-    for mate in state.mates[1:]:
-        mate.flats, mate.group, mate.replicas = state.flats, state.group, state.replicas
-        mate.post_forward_mesh, mate.run_id, mate.unit = state.post_forward_mesh, state.run_id, state.unit
 
 
 def _run(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatParam]) -> None:
