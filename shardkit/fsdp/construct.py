@@ -153,7 +153,7 @@ def _run(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatPara
     state.unit = unit
     for flat in state.flats:
         flat.modules, flat.keeps_on_host = modules, reshard.frozen == "host"
-    answer_for(modules, in_place=state.door is state.module)
+    answer_for(modules, state.door is state.module, state.options.dtensors)
     take(state, modules)
     if state.options.dtensors:
         step_locally([listing.param for flat in state.flats for listing in flat.listings])

@@ -79,6 +79,11 @@ class ParametersInUse(Answer):
         for name, listed in type(module).named_parameters(module, *args, **kwargs):
             yield name, _in_use(module, listed)
 
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Is ``_apply`` of such a module inside of a unit that lists DTensors."""
+        refuse_sharing(self.module, fn)
+        return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-any-return]
+
 
 def _in_use(module: nn.Module, listed: nn.Parameter) -> nn.Parameter:
     """Returns the original parameter for what is listed of it, while a forward or backward has its values."""
@@ -153,14 +158,6 @@ def refuse_sharing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]
             f"share_memory() of a {type(module).__name__} whose parameters are DTensors, at which torch ends the "
             "process. Share what each rank has of them: param.to_local().share_memory_()"
         )
-
-
-class MovesDTensors(Answer):
-    """``_apply`` of a module inside of a unit that lists DTensors."""
-
-    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        refuse_sharing(self.module, fn)
-        return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-any-return]
 
 
 class ZeroGrad(Answer):
@@ -240,11 +237,13 @@ def end_loading_shards(wrapper: nn.Module, incompatible: IncompatibleKeys | None
     _collecting.loading.discard(wrapper)
 
 
-def answer_for(modules: Sequence[nn.Module], in_place: bool) -> None:
+def answer_for(modules: Sequence[nn.Module], in_place: bool, lists_dtensors: bool) -> None:
     """Lets the modules of a unit answer as above."""
     if in_place:
         for m in modules:
-            m.__dict__["named_parameters"] = ParametersInUse(m)
+            m.__dict__["named_parameters"] = answer = ParametersInUse(m)
+            if lists_dtensors:  # a door gets another one, or has it
+                m.__dict__.setdefault("_apply", answer.apply)
         return
     own: set[nn.Module | None] = {None, *modules}
     around = {m for m in modules if not own.issuperset(m._modules.values())}
@@ -275,8 +274,6 @@ def take(state: ShardingState, modules: Sequence[nn.Module]) -> None:
         m.__dict__[_MANAGED] = keeps_in_step
         # torch.compile takes modules that say so, parameters and all; where execution is lazy these change under it
         m.__dict__["_fsdp_use_orig_params"] = takes_parameters
-        if state.options.dtensors and m not in doors:
-            m.__dict__["_apply"] = MovesDTensors(m)
         if (
             (m._parameters or ORDER in m.__dict__)
             and m not in doors
