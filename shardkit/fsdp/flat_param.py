@@ -1910,6 +1910,7 @@ class FlatParam:
         store.collect(full)
         store.show_computed(full)
         versions = [m.param._version for m in self.originals]
+        store.written_since(versions)  # what was noted up to now is full precision's
         try:
             yield
         finally:
