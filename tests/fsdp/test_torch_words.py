@@ -242,7 +242,6 @@ WRITES: dict[str, Any] = {
     "a part": lambda w: w[-1:].fill_(3),
     "data": lambda w: w.data.mul_(2),
     "other data": lambda w: setattr(w, "data", w.data * 2),
-    "foreach": lambda w: torch._foreach_add_([w], 1),
 }
 
 
