@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_407  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_133,
-    "compat": 9_324,
+    "backends": 7_123,
+    "compat": 9_334,
     "shardkit": 2_415,  # the files right there
     "shardkit/checkpoint": 6_542,
     "shardkit/flattening": 829,
-    "shardkit/fsdp": 11_405,
+    "shardkit/fsdp": 11_420,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_501,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_072,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_583,
-    "shardkit/tools": 7_492,
+    "shardkit/tools": 7_477,
     "shardkit/torch_seams": 1_297,
     "shardkit/tracing": 1_564,
     "shardkit/training": 4_766,
