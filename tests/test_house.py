@@ -21,7 +21,7 @@ PARTS = {
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_501,
     "shardkit/optimizer_state": 1_319,
-    "shardkit/optimizers": 572,
+    "shardkit/optimizers": 573,
     "shardkit/oss": 3_072,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_583,

@@ -27,14 +27,14 @@ from ..types import Args, Kwargs, ParamGroup, StateDict, Tree
 # What a registered parameter is listed for, by its id; both are held weakly by nobody else. Not by weak references to
 # parameters: torch swaps the contents of DTensors when they move, and refuses that where there are any.
 _listings: dict[int, weakref.ref[Tree]] = {}
+_nothing: Callable[[], None] = type(None)  # in place of a reference, gives None
 
 
 def note_listings(listings: Iterable[Tree]) -> None:
     """Notes that the registered parameters (``param``) of these are listed for them."""
     for listing in listings:
         key = id(listing.param)
-        before = _listings.get(key)
-        if before is None or before() is not listing:
+        if _listings.get(key, _nothing)() is not listing:
             _listings[key] = weakref.ref(listing, functools.partial(_forget, key))
 
 
@@ -45,8 +45,7 @@ def _forget(key: int, gone: object) -> None:
 
 def listing_of(param: torch.Tensor) -> Tree:
     """Finds what a registered parameter or DTensor is listed for: a flat parameter, or a part of one; else None."""
-    found = _listings.get(id(param))
-    listing = None if found is None else found()
+    listing = _listings.get(id(param), _nothing)()
     return listing if listing is not None and listing.param is param else None
 
 
@@ -79,8 +78,7 @@ def has_stand_ins(shard: torch.Tensor) -> bool:
 
 def changed_by_steps(listed: torch.Tensor) -> torch.Tensor:
     """Returns what the step of an optimizer that lists a tensor changes: the tensor, or what it stands for."""
-    found = _stand_ins.get(listed)
-    shard = None if found is None else found()
+    shard = _stand_ins.get(listed, _nothing)()
     return listed if shard is None else shard
 
 
@@ -134,6 +132,7 @@ _parts: list[StepPart] = []
 _last: list[StepPart] = []  # the end of these: before an update after all others, and undone before them
 _refusing: list[StepPart] = []  # not asked before a closure, which may bring what they miss
 _registered: list[object] = []
+_LAST = -1  # of an optimizer's own hooks, whose numbers count from 0
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
@@ -146,20 +145,21 @@ def take_part(part: StepPart, *, last: bool = False, refuses: bool = False) -> N
     """
     with _lock:
         if not _registered:
-            _registered.append(register_optimizer_step_pre_hook(_before))
-            _registered.append(register_optimizer_step_post_hook(_after))
+            hooks = register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)
+            _registered.extend(hooks)
         if part not in _parts:
             if refuses:
                 _refusing.append(part)
+            _parts.insert(len(_parts) if last else len(_parts) - len(_last), part)
             if last:
                 _last.append(part)
-                _parts.append(part)
-            else:
-                _parts.insert(len(_parts) - len(_last), part)
 
 
 @not_compiled
-def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Tree:
+def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs, is_last: bool = False) -> Tree:
+    if not is_last and (own := getattr(optimizer, "_optimizer_step_pre_hooks", None)):
+        own[_LAST] = functools.partial(_before, is_last=True)  # they may change gradients: clip them
+        return None
     # args begins with the optimizer itself
     is_first = len(args) > 1 and callable(args[1])
     closure = args[1] if is_first else kwargs.get("closure")
@@ -176,6 +176,7 @@ def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Tree:
 
 @not_compiled
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    getattr(optimizer, "_optimizer_step_pre_hooks", {}).pop(_LAST, None)
     for part in reversed(_parts):
         part.after(optimizer)
 

@@ -135,24 +135,37 @@ def test_norms_that_shards_cannot_have(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_steps_see_plain_tensors(rank: int, world_size: int, strategy: str, options: dict[str, Any]) -> None:
-    """Steps see plain tensors; afterwards gradients know again that they are parts."""
-    t = twins(rank, world_size, strategy, torch.optim.AdamW, lr=0.01, **options)
-    seen = []
+    """Steps see plain tensors; before, in hooks too, and afterwards gradients know that they are parts."""
+    seen: list[type] = []
+    inner: Any = None
+
+    class Looks(torch.optim.AdamW):
+        def _init_group(self, group: Any, params: Any, grads: Any, *args: Any) -> Any:
+            found = super()._init_group(group, params, grads, *args)
+            seen.extend(map(type, grads) if self is inner else ())
+            return found
+
+    t = twins(rank, world_size, strategy, Looks, lr=0.01, **options)
     inner = getattr(t.optimizer, "optim", t.optimizer)
-
-    def look(optimizer: Any, *_: Any) -> None:
-        seen.extend(type(p.grad) for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
-
-    inner.register_step_pre_hook(look)
+    norms: list[torch.Tensor] = []
+    for optimizer in (t.optimizer, t.plain_optimizer):
+        optimizer.register_step_pre_hook(
+            lambda o, *_: norms.append(nn.utils.clip_grad_norm_(_all_of(o), 0.01))
+        )
     for step in range(2):
         t.zero_grad()
         t.backward(step)
         t.step()
+    torch.testing.assert_close(norms[::2], norms[1::2], rtol=1e-5, atol=0)
     t.assert_equal()
     assert set(seen) <= {torch.Tensor}
     truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
     norm = nn.utils.get_total_norm([p.grad for p in t.model.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, truth, rtol=1e-5, atol=0)
+
+
+def _all_of(optimizer: Any) -> list[nn.Parameter]:
+    return [p for g in optimizer.param_groups for p in g["params"]]
 
 
 @on_ranks(2)
