@@ -37,7 +37,7 @@ from ..progress import noting_errors
 from ..reduction.ordered import refuse_local
 from ..torch_seams.hooks import watch_halves
 from ..torch_seams.tensors import WholeMesh, cut, is_dtensor, shards_and_replicas_of
-from ..torch_seams.wrappers import AccelerateAsks, check_wrappable
+from ..torch_seams.wrappers import AccelerateAsks, check_modules, check_wrappable
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import check_one_thread
@@ -117,6 +117,7 @@ def fully_shard(
     if unknown := torchs_words.keys() - set(TorchsWords._fields):
         raise TypeError(f"fully_shard() got an unexpected keyword argument {min(unknown)!r}")
     words, given = TorchsWords(**torchs_words), [module] if isinstance(module, nn.Module) else [*module]
+    check_modules(given, "fully_shard()")
     if not given or len(set(given)) < len(given):
         found = "a module twice" if given else "an empty list of modules"
         raise ConfigurationError(f"fully_shard() got {found}: list modules, each once")

@@ -23,7 +23,13 @@ from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..progress import noting_errors
 from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import shards_and_replicas_of
-from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
+from ..torch_seams.wrappers import (
+    PreparedForAccelerate,
+    check_modules,
+    check_wrappable,
+    note_wrapper,
+    signed_as_wrapped,
+)
 from ..types import IncompatibleKeys, Memo, ProcessGroup, SavedState, StateDict, Tree
 from .construct import begin_move, check_copied, check_pickled, end_move, shard, wake
 from .engine import EXPORT, refusal
@@ -160,6 +166,7 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
 
     def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
         """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
+        check_modules([module], type(self).__name__)
         nn.Module.__init__(self)
         state = ShardingState(self, module, options, ignored)
         check_wrappable(module, type(self).__name__, may_hold=Door, without=state.ignored.modules)

@@ -563,8 +563,11 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
         state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
         return {**state_dict, "state": state}
 
-    optimizer.register_state_dict_post_hook(_marked)
-    optimizer.register_load_state_dict_pre_hook(unmarked)
+    if hasattr(
+        optimizer, "_optimizer_state_dict_post_hooks"
+    ):  # else another one is inside, which is marked itself
+        optimizer.register_state_dict_post_hook(_marked)
+        optimizer.register_load_state_dict_pre_hook(unmarked)
 
 
 def _is_asked_for_whole(optimizer: Optimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -236,6 +237,31 @@ def test_what_looks_at_all_parameters_is_refused_by_owners(rank: int, world_size
     assert torch.equal(mine, torch.rand(2))  # trying draws nothing
 
 
+class Around(Optimizer):
+    """Goes around another optimizer, and is none that torch has initialized, as some packages' Lookahead."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.inner, self.defaults = optimizer, optimizer.defaults
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._patch_step_function()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_around_another_is_declared(rank: int, world_size: int) -> None:
+    t = twins(rank, world_size, "units")
+    t.backward()
+    declared = type("AroundToo", (Around,), {})
+    with pytest.raises(ConfigurationError, match=r"another optimizer.*declare_elementwise\(AroundToo"):
+        declared(t.optimizer).step()
+    t.optimizer = shardkit.declare_elementwise(declared)(t.optimizer)
+    t.step()
+    t.assert_equal()
+
+
 @on_ranks(2)
 def test_what_cannot_be_tried_is_warned_of_once(rank: int, world_size: int) -> None:
     with heard() as messages:
@@ -297,6 +323,9 @@ def test_sharding_twice_is_refused(rank: int, world_size: int) -> None:
         oss.add_param_group({"params": list(model.parameters())})
     with pytest.raises(ConfigurationError, match="ShardedDDP can't wrap this module"):
         ShardedDDP(model, oss)
+    for wrap in (FSDP, fully_shard, lambda params: ShardedDDP(params, oss)):
+        with pytest.raises(ConfigurationError, match=r"got a (list|Parameter).*pass the model"):
+            wrap([*linear.parameters()])
     for dtensors in (False, True):
         with pytest.raises(ConfigurationError, match="got a module twice"):
             fully_shard([linear, linear], dtensors=dtensors)
