@@ -563,9 +563,8 @@ def mark_state_dicts(optimizer: Optimizer, on_load: Callable[[Optimizer], None])
         state = {i: {k: _plain(v) for k, v in values.items()} for i, values in state_dict["state"].items()}
         return {**state_dict, "state": state}
 
-    if hasattr(
-        optimizer, "_optimizer_state_dict_post_hooks"
-    ):  # else another one is inside, which is marked itself
+    # else another one is inside, which is marked itself
+    if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         optimizer.register_state_dict_post_hook(_marked)
         optimizer.register_load_state_dict_pre_hook(unmarked)
 

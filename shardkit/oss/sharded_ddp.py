@@ -32,7 +32,13 @@ from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, order_in_words, refuse_local, refuse_other
 from ..torch_seams.tensors import group_of
-from ..torch_seams.wrappers import PreparedForAccelerate, check_wrappable, note_wrapper, signed_as_wrapped
+from ..torch_seams.wrappers import (
+    PreparedForAccelerate,
+    check_modules,
+    check_wrappable,
+    note_wrapper,
+    signed_as_wrapped,
+)
 from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree
 from .exchange import BufferSync, GradientExchange, broadcast_module, connect_sync_batch_norm
@@ -96,6 +102,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         backend: str | Backend | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        check_modules([module], type(self).__name__)
         super().__init__()
         check_wrappable(module, type(self).__name__)
         policy = reduce or ReducePolicy()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar, cast
 
 from torch import nn
@@ -71,11 +72,12 @@ class PreparedForAccelerate:
         """Takes what accelerate notes when it has prepared a module."""
 
 
-def check_modules(given: Iterable[object], who: str) -> None:
+def check_modules(given: Sequence[object], who: str) -> None:
     """Raises ConfigurationError if one of these is no module."""
-    for other in [type(m).__name__ for m in given if not isinstance(m, nn.Module)]:
+    if False in map(isinstance, given, itertools.repeat(nn.Module)):
+        others = [type(m).__name__ for m in given if not isinstance(m, nn.Module)]
         raise ConfigurationError(
-            f"{who} takes a module, and got a {other}: pass the model, not its parameters()"
+            f"{who} takes a module, and got a {others[0]}: pass the model, not its parameters()"
         )
 
 
@@ -94,7 +96,6 @@ def check_wrappable(
         without: parts that the wrapper leaves alone.
         may_list: tells parameters that are more than tensors, and that the wrapper knows.
     """
-    check_modules([module], who)
     waiting, seen = [("", module)], {module}
     while waiting:
         path, m = waiting.pop()
