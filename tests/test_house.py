@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_407  # of all source; to be lowered with each release
+LINES = 64_375  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_109,
     "compat": 9_334,
-    "shardkit": 2_415,  # the files right there
-    "shardkit/checkpoint": 6_531,
+    "shardkit": 2_411,  # the files right there
+    "shardkit/checkpoint": 6_529,
     "shardkit/flattening": 829,
     "shardkit/fsdp": 11_433,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_501,
-    "shardkit/optimizer_state": 1_322,
+    "shardkit/optimizer_state": 1_321,
     "shardkit/optimizers": 573,
-    "shardkit/oss": 3_072,
+    "shardkit/oss": 3_070,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_583,
-    "shardkit/tools": 7_477,
-    "shardkit/torch_seams": 1_306,
+    "shardkit/tools": 7_468,
+    "shardkit/torch_seams": 1_307,
     "shardkit/tracing": 1_564,
-    "shardkit/training": 4_766,
-    "shardkit/wrapping": 1_014,
+    "shardkit/training": 4_755,
+    "shardkit/wrapping": 1_009,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 
