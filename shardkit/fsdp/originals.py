@@ -62,7 +62,7 @@ as_tensors = torch._C.DisableTorchFunctionSubclass
 
 _param_of = attrgetter("param")
 _DATA: Any = torch.Tensor.data  # how torch gets and sets it
-get_data, set_data = _DATA.__get__, _DATA.__set__
+get_data, set_data = _DATA.__get__, _DATA.__set__  # torch.compile can't trace these
 _GRADIENT = frozenset({"get grad", "get _grad", "set grad", "set _grad", "delete grad"})
 
 
@@ -74,7 +74,7 @@ class GatheredParameter(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """Returns its values without a graph; what is written to them has a version of its own, which is looked at."""
-        return _noted(self, get_data(self))
+        return _noted(self, super().detach() if torch.compiler.is_compiling() else get_data(self))
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class GatheredParameter(nn.Parameter):
 
 
 def _noted(param: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-    if (owner := owner_of(param)) is not None:
+    if not torch.compiler.is_compiling() and (owner := owner_of(param)) is not None:  # graphs give others
         owner.flat.store.note_data(owner.number, data)
     return data
 
@@ -610,10 +610,10 @@ def changed_since_forward(flat: FlatParam) -> LifecycleError:
 
 
 def copy_when_summoned(rank: int) -> LifecycleError:
-    """Returns the error where an FSDP module is copied or pickled inside of its ``summon_full_params``."""
+    """Returns the error where an FSDP module is copied or pickled while its parameters are full."""
     return LifecycleError(
-        f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params is not possible, for it may "
-        "have changes that no shard has yet; leave the context first. Modules without FSDP modules below can be copied"
+        f"rank {rank}: copying or pickling an FSDP module inside of summon_full_params, or after unshard(): it may "
+        "have changes that no shard has yet. End that first (reshard()). Modules without FSDP modules can be copied"
     )
 
 

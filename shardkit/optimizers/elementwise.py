@@ -139,8 +139,8 @@ def _own_options(optimizer: Optimizer) -> list[dict[str, object]]:
     """Lists what groups say otherwise than the class's options (GaLore's rank), but for numbers such as a rate."""
     plain = {k: v for k, v in optimizer.defaults.items() if not isinstance(v, float | torch.Tensor)}
     left_out = (optimizer.defaults.keys() - plain) | {"params", "param_names", "initial_lr"}
-    groups = [{k: v for k, v in g.items() if k not in left_out} for g in optimizer.param_groups]
-    return [own for k, own in enumerate(groups) if own not in (plain, *groups[:k])]
+    groups = [plain, *({k: v for k, v in g.items() if k not in left_out} for g in optimizer.param_groups)]
+    return list({repr(sorted(own.items())): own for own in groups}.values())[1:]  # tensors can't be compared
 
 
 def _maker(optimizer: Optimizer, own: Mapping[str, object] | None = None) -> Maker:
@@ -180,7 +180,7 @@ def _keeps_elements(make: Maker, device: torch.device) -> bool:
     What has other state uses it some day, be it after more steps than were tried: Shampoo that starts as SGD. So does
     what keeps a number that depends on gradients, in its state or in the group: a norm, a dot product.
     """
-    numbers: list[list[float]] = []
+    numbers: list[list[str]] = []  # nan is nan
     for gradient in (1.0, 2.0):
         (param,) = params = [torch.nn.Parameter(torch.ones(24, 20, device=device))]
         optimizer = make(params)
@@ -191,7 +191,7 @@ def _keeps_elements(make: Maker, device: torch.device) -> bool:
         state = tree_leaves(dict(optimizer.state[param]))
         group = tree_leaves([v for k, v in optimizer.param_groups[0].items() if k != "params"])
         kept = [v for v in (*state, *group) if not isinstance(v, torch.Tensor) or v.numel() == 1]
-        numbers.append([float(v) for v in kept if isinstance(v, int | float | torch.Tensor)])
+        numbers.append([str(float(v)) for v in kept if isinstance(v, int | float | torch.Tensor)])
     return numbers[0] == numbers[1] and all(_is_by_element(v, param.numel()) for v in state)
 
 

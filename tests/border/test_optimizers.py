@@ -121,6 +121,14 @@ class Ranked(OneByOne):
         p.sub_(grad * lr)
 
 
+class Unknown(OneByOne):
+    """Keeps a number that is none yet."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, lr: float) -> None:
+        self.state[p]["best"] = float("nan")
+        p.sub_(grad * lr)
+
+
 class Together(OneByOne):
     """Clips by the norm over all of its parameters, as LAMB does unless told otherwise."""
 
@@ -164,6 +172,7 @@ class NeedsMore(torch.optim.SGD):
         (RightAngle, {"lr": 0.001}, Verdict.COUPLED),
         (Falling, {"lr": 0.1}, Verdict.COUPLED),
         (Ranked, {"lr": 0.1}, Verdict.ELEMENTWISE),
+        (Unknown, {"lr": 0.1}, Verdict.ELEMENTWISE),
         (NeedsMore, {"model": nn.Identity()}, Verdict.UNKNOWN),
     ],
 )
@@ -171,7 +180,9 @@ def test_classes_are_tried(kind: Callable[..., Optimizer], options: dict[str, An
     param = nn.Parameter(torch.ones(3))
     assert judge(kind([param], **options)) is verdict
     if kind is Ranked:
-        assert judge(kind([{"params": [param], "lr": 0.2, "rank": 2}], **options)) is Verdict.COUPLED
+        groups = [{"params": [nn.Parameter(param.data)], "lr": 0.2, "mask": torch.ones(k)} for k in (2, 3)]
+        assert judge(kind(groups, **options)) is Verdict.ELEMENTWISE
+        assert judge(kind([*groups, {"params": [param], "rank": 2}], **options)) is Verdict.COUPLED
     assert torch.equal(param, torch.ones(3))
 
 

@@ -130,10 +130,18 @@ def test_two_by_two_ranks(rank: int, world_size: int, mode: str) -> None:
     assert sum(p.numel() for p in model.parameters()) < numel / (2 if mode == "hybrid" else 4) + 8
 
 
+class Centred(nn.Linear):
+    """Looks at the data of its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) - self.weight.data.mean() * self.weight.detach().norm()
+
+
 @pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
 @on_ranks(2)
 def test_torch_compile(rank: int, mode: str) -> None:
     plain, model = (linears(WIDTH, 7, 5, 1) for _ in range(2))
+    plain[2].__class__ = model[2].__class__ = Centred
     if mode == "inside a unit":
         model[2] = FSDP(torch.compile(model[2], backend="aot_eager"))
         sharded = FSDP(model)
