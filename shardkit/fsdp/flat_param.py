@@ -294,6 +294,7 @@ class Store(ABC):
         # what a program was given as their data, and the version then; None where it has set them
         self._seen: list[tuple[int, torch.Tensor | None, int]] = []
         self._lent: list[tuple[int, TensorWeakRef]] = []  # between uses, what it may keep of these
+        self.is_watched = False  # whether writes while it is summoned have to be known
         self.is_whole = flat.is_whole
         self.state: State = RELEASED
         self.memory = 0
@@ -446,7 +447,8 @@ class Store(ABC):
 
     def note_data(self, number: int, data: torch.Tensor | None) -> None:
         """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
-        if self._versions and (self.state is SUMMONED or (self.state is GATHERED and not self.is_whole)):
+        looks = self.is_watched if self.state is SUMMONED else self.state is GATHERED and not self.is_whole
+        if self._versions and looks:
             self._seen.append((number, data, 0 if data is None else data._version))
 
     def _count_data(self, versions: list[int]) -> None:
@@ -1875,6 +1877,7 @@ class FlatParam:
         if self.shards is not None and not self.shards.are_views():
             self._follow()
         full = self.store.summon()
+        self.store.is_watched = writeback is None
         gradients = [m.param.grad for m in self.originals]  # of the compute dtype
         params = tuple(m.param for m in self.originals)
         versions, version = [p._version for p in params], self.version
@@ -1898,7 +1901,7 @@ class FlatParam:
                     if g is not None:
                         m.param.grad = g
             if writeback is None and written:
-                raise written_original(self, written)
+                raise written_original(self, written, shown=True)
 
     @contextmanager
     def summoned_for_compute(self) -> Iterator[None]:
@@ -1911,13 +1914,14 @@ class FlatParam:
         store.show_computed(full)
         versions = [m.param._version for m in self.originals]
         store.written_since(versions)  # what was noted up to now is full precision's
+        shown, store.is_watched = store.is_watched, True
         try:
             yield
         finally:
-            written = store.written_since(versions)
+            written, store.is_watched = store.written_since(versions), shown
             store.show(full)
             if written:
-                raise written_original(self, written)
+                raise written_original(self, written, shown)
 
     # ------------------------------------------------------------ being copied
     def __getstate__(self) -> StateDict:

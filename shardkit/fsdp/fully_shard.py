@@ -594,8 +594,9 @@ class TorchsMethods:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unit's own parameters as a forward has them, until :meth:`reshard` or the next one (collective).
 
-        Changes to them are kept, or refused where it computes in another dtype. ``summon_full_params``, moves and state
-        dicts end this. Inside of forward and backward, where the next unit is gathered anyway, it does nothing.
+        Changes to them are kept, each rank's part as that rank has it, or refused where it computes in another dtype.
+        ``summon_full_params``, moves and state dicts end this. Inside of forward and backward, where the next unit is
+        gathered anyway, it does nothing.
         """
         for state in self._states(recurse=False):
             if state.summoned is None and (state.engine is None or state.engine.forwards == 0):

@@ -589,14 +589,18 @@ def backward_when_summoned(flat: FlatParam) -> LifecycleError:
     )
 
 
-def written_original(flat: FlatParam, written: Sequence[int] = ()) -> LifecycleError:
-    """Returns the error, raised once, where memory of gathered parameters is given back that somebody wrote to."""
+def written_original(flat: FlatParam, written: Sequence[int] = (), shown: bool = False) -> LifecycleError:
+    """Returns the error, raised once, where memory of gathered parameters (``shown`` by unshard()) was written to."""
     first, flat.written = [*written, *flat.written][0], []
+    when = "while it was gathered (in forward, or before the backward that followed)"
+    if shown:
+        when = (
+            "after unshard() of a unit that computes in another dtype, or whose shards were written to, too"
+        )
     return LifecycleError(
-        f"rank {flat.group.rank}: parameter {name_of_original(flat.originals[first].param)!r} was written to while it "
-        "was gathered (in forward, before the backward that followed, or after unshard() of a unit that computes in "
-        "another dtype or whose shards were written to, too). It is a copy of what the shards hold, and the change is "
-        "lost. Write inside of summon_full_params(), between steps; a value that changes in forward can be a buffer"
+        f"rank {flat.group.rank}: parameter {name_of_original(flat.originals[first].param)!r} was written to {when}. "
+        "It is a copy of what the shards hold, and the change is lost. Write inside of summon_full_params(), between "
+        "steps; a value that changes in forward can be a buffer"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardkit import FSDP, ReshardPolicy
+from shardkit import FSDP, ReshardPolicy, sharding_of
 from shardkit.errors import LifecycleError
 from tests.beside import steps_beside
 from tests.border.strategies import Net, wrap
@@ -264,6 +264,11 @@ def test_data_that_a_program_keeps_elsewhere(rank: int, world_size: int, door: s
     with pytest.raises(LifecycleError, match=r"parameter '0\.weight' was written to while it was gathered"):
         with torch.no_grad():
             model(x), model(x)
+    taken: list[weakref.ref[torch.Tensor]] = []
+    inner.take = lambda data, _: taken.append(weakref.ref(data))
+    with torch.no_grad(), sharding_of(model).summon_full_params():
+        model(x)
+        assert taken.pop()() is None  # what many forwards take in there does not add up
 
 
 # ------------ A parameter that is not gathered tells what it is, and says so by name if somebody needs its values.
