@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardkit.errors import ConfigurationError, RankFailedError
 from shardkit.tools.cli import main
-from shardkit.tools.verify import Experiment, Strategy, Tolerance, Verifier, load_experiment, verify
+from shardkit.tools.verify import (
+    EXACT,
+    Difference,
+    Experiment,
+    Strategy,
+    Tolerance,
+    Verifier,
+    check_tensor,
+    load_experiment,
+    verify,
+)
 from tests.testing.experiments import broken, for_fairscale, in_order, not_in_order, right, wrong
 
 HERE = Path(__file__).with_name("experiments.py")
@@ -80,6 +91,13 @@ def test_bits(verifier: Verifier, strategy: Strategy) -> None:
 
 def test_what_counts_as_the_same_can_be_told(verifier: Verifier) -> None:
     assert verifier.verify(wrong, strategy="sharded_ddp", steps=1, tolerance=Tolerance(10.0, 10.0)).agrees
+
+
+def test_bits_of_every_shape() -> None:
+    for t in (torch.zeros(()), torch.zeros(2, 3)[:, 1], torch.zeros(0)):
+        check_tensor("it", t, t.clone(), EXACT)
+    with pytest.raises(Difference, match=r"it, element 0: -0\.0 instead of 0\.0"):
+        check_tensor("it", -torch.zeros(()), torch.zeros(()), EXACT)
 
 
 def test_a_file_or_a_module() -> None:

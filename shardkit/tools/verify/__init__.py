@@ -91,11 +91,12 @@ def check_tensor(where: str, got: torch.Tensor, want: torch.Tensor, tolerance: T
     if got.shape != want.shape or got.dtype != want.dtype:
         raise Difference(where, f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}")
     if tolerance == EXACT:
-        bits = [t.contiguous().view(torch.uint8).view(t.numel(), -1) for t in (got, want) if t.numel()]
+        flat = [t.flatten().contiguous() for t in (got, want) if t.numel()]
+        bits = [t.view(torch.uint8).view(t.numel(), -1) for t in flat]
         differs = (bits[0] != bits[1]).any(1) if bits else torch.zeros(0)
         if differs.any():
             k = int(differs.int().argmax())
-            a, b = got.flatten()[k].item(), want.flatten()[k].item()
+            a, b = (t[k].item() for t in flat)
             raise Difference(f"{where}, element {k}", f"{a!r} instead of {b!r}", float(abs(a - b)))
         return
     if torch.equal(got, want):
