@@ -56,7 +56,7 @@ def _one_raises(rank: int) -> None:
 def _one_hears_of_it_first(rank: int) -> None:
     if rank == 0:
         raise shardkit.RankLostError("rank 1 is not there any more")
-    time.sleep(1.0)
+    time.sleep(0.5)
     raise KeyError("the reason")
 
 
