@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_385  # of all source; to be lowered with each release
+LINES = 64_384  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_109,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_411,  # the files right there
     "shardkit/checkpoint": 6_529,
     "shardkit/flattening": 829,
-    "shardkit/fsdp": 11_442,
+    "shardkit/fsdp": 11_439,
     "shardkit/integrations": 512,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_501,
@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 573,
     "shardkit/oss": 3_070,
     "shardkit/pipeline": 1_507,
-    "shardkit/reduction": 1_583,
+    "shardkit/reduction": 1_585,
     "shardkit/tools": 7_469,
     "shardkit/torch_seams": 1_307,
     "shardkit/tracing": 1_564,

@@ -81,7 +81,7 @@ class Reads:
                     f"{name} is no tensor of sizes {sizes}, which the checkpoint should have there"
                 )
             for leaf, box, chunk, common in copies:
-                narrowed(leaf.values(box), common, box).copy_(narrowed(tensor, common, chunk.box))
+                narrowed(leaf.values(box), common, box).copy_(narrowed(tensor.detach(), common, chunk.box))
 
 
 _ONE = ("state", "param_groups")

@@ -313,17 +313,14 @@ def _refuse_coupled(optimizer: Optimizer) -> None:
     verdict, name = judge(optimizer), type(optimizer).__name__
     if verdict is Verdict.COUPLED:
         raise _coupled(name)
-    if verdict is Verdict.UNKNOWN and not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        raise ConfigurationError(
-            f"{name} goes around another optimizer, and can't be tried for whether it updates every element by itself, "
-            f"which it has to over FSDP's shards. If it does, say so: shardkit.declare_elementwise({name})"
-        )
     if verdict is Verdict.UNKNOWN:
-        logger.warning(
-            "%(name)s could not be tried for whether it updates every element by itself, which it has to over FSDP's "
-            "shards; if it does, say so: shardkit.declare_elementwise(%(name)s)",
-            {"name": name},
+        untried = (
+            "be tried for whether it updates every element by itself, which it has to over FSDP's shards; if it does, "
+            f"say so: shardkit.declare_elementwise({name})"
         )
+        if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            raise ConfigurationError(f"{name} goes around another optimizer, and can't {untried}")
+        logger.warning("%s could not %s", name, untried)
 
 
 def _coupled(name: str) -> ConfigurationError:

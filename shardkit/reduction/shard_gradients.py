@@ -428,8 +428,7 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
 def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     """Returns the norm over all ranks (collective) of a stack of norms."""
     order, kinds = norm_type, [None if g is None else type(g) for g in norms.of]
-    like = norms.as_subclass(torch.Tensor).to(torch.promote_types(norms.dtype, torch.float32))
-    values = like.double()  # what all ranks send, whatever modules they have gradients of
+    values = norms.as_subclass(torch.Tensor).to(torch.promote_types(norms.dtype, torch.float32))
     for kind in {k for k in kinds if k is not None}:
         asked, kept = kinds.count(kind), [p for ref in kind.kept if (p := ref()) is not None]
         held = sum(type(p.grad) is kind for p in kept)
@@ -440,7 +439,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
                 f"are on other ranks. Clip all parameters in one call, or with {kind.instead}, which clips them all"
             )
         if kept:  # other ranks may have gradients of other dtypes
-            like = like.to(torch.promote_types(like.dtype, norm_like(kept).dtype))
+            values = values.to(torch.promote_types(values.dtype, norm_like(kept).dtype))
     groups = [None if k is None else _group_of(k) for k in kinds]
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
@@ -449,11 +448,14 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
         exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
         if exact and is_exact(order):
             check_whole((group,))
-            finished.append(exact_norm([(exact, (group,))], like[0]))
+            finished.append(exact_norm([(exact, (group,))], values[0]))
             continue
         local = combined([values[k] for k, g in enumerate(groups) if g is group], order)
-        finished.append(global_norm(local, order, group, "norm of gradients, for torch.nn.utils"))
-    total = combined(finished, order).to(like.dtype)
+        # whatever modules a rank has gradients of; on XLA ranks run one program, of devices that may have no fp64
+        sent = local.double() if group.backend.has_storage else local
+        norm = global_norm(sent, order, group, "norm of gradients, for torch.nn.utils")
+        finished.append(norm.to(values.dtype))
+    total = combined(finished, order)
     if ranges.listening:
         ranges.report_number("gradient_norm", total)
     return total
