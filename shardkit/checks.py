@@ -137,10 +137,7 @@ def _untagged(value: object) -> Tree:
 
 @dataclass
 class _RunIds:
-    """Attributes:
-    id: the same on all ranks of a group.
-    built: units so far.
-    """
+    """``id`` is the same on all ranks of a group; ``built`` counts units so far."""
 
     id: str
     built: int = 0

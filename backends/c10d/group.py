@@ -831,12 +831,7 @@ class C10dBackend(Backend):
 
     @abc.abstractmethod
     def _make_group(self, process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int) -> C10dGroup:
-        """Makes the group over a process group.
-
-        Args:
-            ranks: its members' global ranks.
-            rank: the own position among them.
-        """
+        """Makes the group over a process group of these global ranks; ``rank`` is the own position among them."""
 
     def group(self, process_group: ProcessGroup = None) -> Group:
         if isinstance(process_group, C10dGroup | ImaginedGroup):

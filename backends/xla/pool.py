@@ -207,7 +207,6 @@ class _ChildPool(Pool):
     def _spawn(
         self, target: Callable[..., None], *args: object, variables: Mapping[str, str]
     ) -> multiprocessing.connection.Connection:
-        """Starts ``target(connection, *args)``."""
         self._name = Name("xla-replicas", at_death=True)
         with environment(variables):
             self._process, self._connection = spawn(self._name, target, *args)

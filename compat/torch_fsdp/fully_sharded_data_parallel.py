@@ -415,12 +415,7 @@ class FullyShardedDataParallel(StandIn):
         return kind is StateDictType.LOCAL_STATE_DICT and not self._state.state_is_local
 
     def _settle(self, found: StateDict, prefix: str, before: set[str]) -> None:
-        """Makes of a unit's full entries what its settings say: none, some on the CPU, or DTensors.
-
-        Args:
-            found: the state dict.
-            before: keys of others'.
-        """
+        """Makes of a unit's full entries what its settings say: none, some on the CPU, or DTensors."""
         config, kind, state = self._settings.state_dict_config, self._settings.state_dict_type, self._state
         keys = [k for k in found if k.startswith(prefix) and k not in before]
         if isinstance(config, FullStateDictConfig) and config.rank0_only and ranks_of(state).rank != 0:

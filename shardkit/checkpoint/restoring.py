@@ -402,7 +402,6 @@ class _Restoring:
         return self._stored.object(full) if full in self._stored.objects else None
 
     def result(self) -> Restored:
-        """Returns the facts, and what was saved as ``extra``."""
         manifest = self._stored.manifest
         extra: dict[str, Tree] = {}
         for path, name in self._stored.under("extra").items():

@@ -278,7 +278,6 @@ def _is_number(value: object) -> bool:
 
 
 def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
-    """Lists what all ranks have alike."""
     return [
         (dotted(entry.path), (tuple(entry.value.shape), str(entry.value.base.dtype)))
         for entry in collected.entries

@@ -138,7 +138,6 @@ class FlattenParamsWrapper(nn.Module):
         self.flat_params = []
 
     def _unflatten_params_as_views(self) -> None:
-        """Gives modules views of the flat parameters as they are now."""
         views = list(self.get_param_views())
         self._put(views)
         # Activation checkpoints ask it whether something in the module needs a gradient.

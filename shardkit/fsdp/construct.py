@@ -555,11 +555,7 @@ def _check_names(found: Found) -> None:
 
 
 def _refuse_shards(units: Sequence[Found], may_list: bool) -> None:
-    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves.
-
-    Args:
-        may_list: whether some of their parameters may be shards.
-    """
+    """Raises ConfigurationError for a module that another unit has sharded, and that these reach by themselves."""
     modules = [found for unit in units for found in unit.modules if ORDER in found[1].__dict__]
     names = [dotted(path, name) for path, m in modules for name, _ in hidden(m)]
     if may_list:

@@ -318,12 +318,7 @@ class ForwardGraph:
 
 
 class _Call:
-    """A call of a unit, with those inside of it.
-
-    Args:
-        unit: which is called.
-        checkpoint: the number of the one around it, in which it is computed anew; -1 for none.
-    """
+    """A call of a unit, with those inside of it, computed anew in the checkpoint of this number; -1 for none."""
 
     def __init__(self, unit: Unit, checkpoint: int = -1) -> None:
         self.unit, self.checkpoint = unit, checkpoint
@@ -783,7 +778,6 @@ class Engine:
                 unit.is_undecided = True
 
     def _settle_frozen(self) -> None:
-        """Waits for the exchanges that were started."""
         asked, self._asked = self._asked, []
         for units, flags, work in asked:
             work.wait()

@@ -323,7 +323,6 @@ class Store(ABC):
             self.joins = self._over, self._dtype, self._device
 
     def _from_host(self, full: torch.Tensor) -> None:
-        """Takes what was gathered before from its copy on the host."""
         if self._flat.host is not None:
             self.in_flight = self._backend.copy_up(full, self._flat.host), full
 

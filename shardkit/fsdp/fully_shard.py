@@ -184,11 +184,7 @@ def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
 
 
 def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], dtensors: bool) -> None:
-    """Raises ConfigurationError for modules that can't be sharded, or have been.
-
-    Args:
-        units: those of each, and of what is inside.
-    """
+    """Raises ConfigurationError for modules that can't be sharded, or have been; ``units`` has those inside, too."""
     may_list = (lambda p: is_dtensor(p) or extension_of(p) is not None) if dtensors else None
     for k, (module, inside) in enumerate(zip(modules, units, strict=True)):
         if inside and inside[0].door is module:

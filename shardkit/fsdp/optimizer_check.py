@@ -105,7 +105,6 @@ class _Looked:
         self.numbers, self.has_loaded = None, True
 
     def put_aside(self, optimizer: Optimizer, flats: Iterable[FlatParam]) -> None:
-        """Puts aside what a step over these leaves alone."""
         for flat in flats:
             unused, param, left_out = flat.unused, flat.param, self.left_out
             are_some = True in unused.originals
@@ -121,7 +120,6 @@ class _Looked:
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:
-        """Puts it back after the step."""
         saved, self.saved = self.saved, []
         for flat, aside in saved:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))

@@ -292,11 +292,7 @@ class Extended(Store):
         self.in_flight = self._gather(full, sent, async_op=True, label=self._flat.label), full
 
     def _make_room(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Takes memory before the first gather (collective): inputs differ where a class does not pad its last rows.
-
-        Raises:
-            RankMismatchError: on all ranks.
-        """
+        """Takes memory before the first gather (collective): inputs differ where a class does not pad its last rows."""
         facts = [(f"input {k}", (t.dtype, tuple(t.shape))) for k, t in enumerate(inputs)]
         check_same_everywhere(self._group, facts, f"fsdp_pre_all_gather ({', '.join(self._flat.names)})")
         world_size = self._group.world_size

@@ -619,7 +619,6 @@ def shard_plain(optimizer: Optimizer, full: StateDict) -> StateDict:
 
 
 def _slots_of(optimizer: Optimizer) -> list[Slot | None]:
-    """Finds what each parameter is a shard of, if it is one."""
     found = [shard_behind(p) for g in optimizer.param_groups for p in g["params"]]
     return [None if listing is None else slot_of(_of_one(listing)) for listing in found]
 

@@ -127,7 +127,6 @@ class _CustomGroup:
     def all_gather_into(
         self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """Gathers as :meth:`Group.all_gather_into`."""
         full, rank = self._like(output), self._channel.rank
         own = full[rank * shard.numel() : (rank + 1) * shard.numel()].copy_(shard)
         sent = self._comm(output_tensor=full, input_tensor=own, group=self._process_group, async_op=async_op)
@@ -167,8 +166,6 @@ class _CustomGroup:
 
 @final
 class _OfTorch(Work):
-    """A work of torch's."""
-
     __slots__ = ("_work",)
 
     def __init__(self, work: TorchsWork) -> None:

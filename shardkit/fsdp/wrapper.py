@@ -165,7 +165,6 @@ class Door(PreparedForAccelerate, nn.Module, ShardedAPI, abc.ABC):
     """
 
     def _shard(self, module: nn.Module, options: Options, ignored: Ignored | None = None) -> None:
-        """Wraps a module; see :class:`~shardkit.FSDP` for what is raised."""
         check_modules([module], type(self).__name__)
         nn.Module.__init__(self)
         state = ShardingState(self, module, options, ignored)

@@ -95,8 +95,6 @@ def _inner(module: nn.Module) -> nn.Module:
 
 
 class _NoSync(_BackwardSyncControl):
-    """``fabric.no_backward_sync``."""
-
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         inner = _inner(module)
         return sharding_of(inner).no_sync() if enabled and state_of(inner) is not None else nullcontext()

@@ -163,11 +163,7 @@ class _RankLine(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Groups:
-    """This rank's groups.
-
-    Attributes:
-        world: the default group under which they were made; without it they are worth nothing.
-    """
+    """This rank's groups, made under the default group ``world``, without which they are worth nothing."""
 
     world: Any
     model: _RankLine

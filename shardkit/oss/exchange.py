@@ -371,10 +371,7 @@ class Reducer(ToOwners):
         self._in_flight = InFlight(bucket, work, shard, had)
 
     def _pack(self, bucket: Bucket) -> list[bool] | None:
-        """Copies gradients and flags to their places and gives the gradients back.
-
-        Returns which gradients this rank has; None if it has all.
-        """
+        """Copies gradients and flags to their places; returns which gradients this rank has, None if it has all."""
         gradients: list[torch.Tensor | None] = []
         unscaled, missing = [], False
         for i, param, view in zip(bucket.indices, bucket.params, bucket.pack.whole, strict=True):

@@ -340,6 +340,5 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Clips over all ranks, as torch does (collective)."""
     _UNSCALE([_gradient_of(g) for g in gradients], found_inf, inv_scale)
     agree_on_overflow({g.segment.group for g in gradients if isinstance(g, SegmentGradient)}, found_inf)

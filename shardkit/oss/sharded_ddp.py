@@ -203,7 +203,6 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         return exchange
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedDDP:
-        """Converts tensors for ``to``, ``cuda``, ``half`` and the like."""
         super()._apply(fn, recurse)
         if self._exchange is not None:
             self._exchange.check_device()

@@ -209,7 +209,6 @@ class _Rewriting:
 
     # ------------------------------------------------------------ uses
     def _attribute(self, node: ast.Attribute) -> None:
-        """Says what there is to say about the paths that ``a.b.c`` may stand for."""
         parts = [node.attr]
         root = node.value
         while isinstance(root, ast.Attribute):

@@ -530,7 +530,6 @@ def _time_of(trace: Trace, step: int | None) -> tuple[float, float]:
 
 
 def _shown(moment: Activity) -> tuple[str, str]:
-    """Returns kind and label."""
     if moment.wait:
         return "waits", moment.wait.replace("(", "\n").rstrip(")")
     phase, unit = moment.place

@@ -491,7 +491,6 @@ class AdaScale(Optimizer):
 
     @property
     def _count(self) -> int:
-        """Returns how many gradients are in a step."""
         return self._averaging.world_size * self._meter.expected
 
     @property

@@ -93,7 +93,6 @@ def _gather(tensor: torch.Tensor, ranks: Group) -> list[torch.Tensor]:
 
 
 def _exchange(numbers: Sequence[int], ranks: Group) -> list[list[int]]:
-    """Returns each rank's numbers, equally many on all ranks."""
     mine = torch.tensor(list(numbers), dtype=torch.int64, device="cpu").to(ranks.backend.device())
     everybody = mine.new_empty(ranks.world_size * len(mine))
     ranks.all_gather_into(everybody, mine, label="shapes to gather").wait()

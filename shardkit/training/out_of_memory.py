@@ -372,7 +372,6 @@ class SkipOutOfMemory:
         return True
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        """Lists what an optimizer would change."""
         for unit in self._units:
             for listing in unit.listings:
                 yield listing.param

@@ -80,13 +80,11 @@ class _FSDPFollower:
         self._engine.common.groups, self._engine.in_common = self.groups, not once
 
     def end(self, once: bool) -> None:
-        """Ends that."""
         self._engine.in_common = False
         if once:
             self._engine.give_back_all()
 
     def has_local_gradients(self) -> bool:
-        """Says whether gradients of this rank wait for a reduction."""
         return any(unit.keeps_local and unit.has_local_gradients() for unit in self._engine.units)
 
     def follow(self, evaluates: bool) -> None:
@@ -94,7 +92,6 @@ class _FSDPFollower:
         self._engine.common.follow(trains=not evaluates)
 
     def meets_to_evaluate(self) -> bool:
-        """Says whether others are needed to evaluate."""
         return self._state.summoned is None
 
     def adopt_means(self, params: set[nn.Parameter]) -> None:
@@ -229,14 +226,12 @@ class _Gradients:
             )
 
     def end(self) -> None:
-        """Notes that a backward has ended."""
         for each, p in zip(self._standing, self._params, strict=True):
             if p.grad is not None:
                 each.stand(p, p.grad)
         self._mark()
 
     def restore(self) -> None:
-        """Forgets the step's."""
         self.begin()
         for p in self._params:
             p.grad = self.before.get(p)

@@ -398,12 +398,7 @@ _hooks_here = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _SavedStorage:
-    """Moves one storage that autograd has saved views of.
-
-    Attributes:
-        views: these, as long as the device has them; each with its version.
-        uses: how many there were.
-    """
+    """Moves one storage that autograd has saved views of: ``uses`` counts them, ``views`` has those on the device."""
 
     def __init__(self, backend: Backend, tensor: torch.Tensor) -> None:
         self._backend, self._device = backend, tensor.device
@@ -442,7 +437,6 @@ class _SavedStorage:
         return self._bytes
 
     def view(self, saved: _SavedView) -> torch.Tensor:
-        """Returns one of the views again."""
         tensor, version = self.views[saved.number] if self.views else (None, 0)
         if self._changed[saved.number] if tensor is None else tensor._version != version:
             raise LifecycleError(
@@ -463,8 +457,6 @@ class _SavedStorage:
 
 
 class _SavedView(NamedTuple):
-    """Stands for a view of a storage in autograd's graph."""
-
     page: SavedInCall
     storage: _SavedStorage
     number: int

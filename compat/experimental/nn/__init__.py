@@ -50,7 +50,6 @@ T = TypeVar("T")
 
 
 def _rows(input: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views [..., D] and [...] as [T, D] and [T]."""
     return input.reshape(-1, input.shape[-1]), target.reshape(-1)
 
 

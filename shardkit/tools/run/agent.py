@@ -518,11 +518,7 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGKILL, 5)
 
     def _stopped(self) -> str | None:
-        """Waits for ranks that are about to end.
-
-        Returns:
-            None if all have ended because they were asked to, else what is overdue: "" where a rank has failed.
-        """
+        """Waits for ranks that are to end; returns what is overdue, "" if a rank has failed, None if all obeyed."""
         since = self.stop_asked or time.monotonic()
         while self._end_as_asked() and self._living():
             if overdue := self.overdue(since):
@@ -564,11 +560,7 @@ class Agent(LocalElasticAgent):
         return Failure(rank, status, noticed, self._logs.files(rank), fault)
 
     def _tell(self, overdue: str = "") -> None:
-        """Writes the page about the failure.
-
-        Args:
-            overdue: what the ranks that live have not done in time.
-        """
+        """Writes the page about the failure, or about what the ranks that live have not done in time."""
         self._await_answers(overdue)
         elsewhere = self._cause_elsewhere()
         if overdue:
@@ -624,11 +616,7 @@ class Agent(LocalElasticAgent):
         self._publish(None, f"rank {cause.rank} of {self._world_size} {cause.text}", note)
 
     def _publish(self, cause: Failure | None, headline: str, note: str = "") -> None:
-        """Writes the page.
-
-        Args:
-            headline: what happened, where it did not begin with a rank of this machine.
-        """
+        """Writes the page, under this headline if what happened did not begin with a rank of this machine."""
         failures = self._failures()
         checkpoint = last_checkpoint(self._news.folder)
         others = {f.rank: f"ended: {f.text}" for f in failures}
@@ -898,7 +886,6 @@ class _Running:
         self._error: BaseException | None = None
 
     def _handler(self, is_host: bool) -> rendezvous.RendezvousHandler:
-        """Makes what lets machines meet."""
         options = self._options
         parameters = rendezvous.RendezvousParameters(
             backend="c10d",
@@ -920,7 +907,6 @@ class _Running:
             raise self._named(error) from error
 
     def _named(self, error: BaseException) -> BaseException:
-        """Puts what torch's agent raised into words."""
         kind = type(error).__name__
         if not kind.startswith("Rendezvous") and not isinstance(error, TimeoutError):
             return error

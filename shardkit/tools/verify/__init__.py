@@ -585,7 +585,6 @@ def verify(
 
 
 def _dtype(truth: Trace, options: SavedState) -> torch.dtype:
-    """Returns the least precise floating-point type that takes part."""
     found = {t.dtype for t in truth[0].parameters.values() if t.is_floating_point()}
     if options.get("mixed_precision"):
         found.add(options.get("compute_dtype") or torch.float16)
