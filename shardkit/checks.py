@@ -86,12 +86,10 @@ def all_gather_facts_or_objects(group: Group, value: T, *, label: str = "") -> l
 
 
 def encode(value: object) -> bytes:
-    """Returns a value as bytes."""
     return json.dumps(_tagged(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Tree:
-    """Returns the value of some bytes."""
     try:
         return _untagged(json.loads(data))
     except (ValueError, TypeError, LookupError, RecursionError) as error:

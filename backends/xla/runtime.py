@@ -247,7 +247,6 @@ def written(rank: int, ranks: Sequence[int], what: str, label: str, payload: byt
 
 
 def read(data: bytes) -> Row:
-    """Reads the row of another rank."""
     length, first, size, place, members, call, shown = _FIELDS.unpack_from(data)
     rest = data[_FIELDS.size :]
     text = rest[:shown].decode(errors="replace")
@@ -560,7 +559,6 @@ def current_world() -> World | None:
 
 
 def make_world(size: int) -> World:
-    """Makes the replicas of this process."""
     global _world
     torch.set_num_threads(1)
     _world = World(size)

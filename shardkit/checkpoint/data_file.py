@@ -124,7 +124,6 @@ def _write(hashed: Hashed, part: RecordPart, tensor: torch.Tensor | None) -> Wri
 
 
 def read_index(folder: str, rank: int) -> list[Written]:
-    """Reads what a rank has written."""
     text = pathlib.Path(folder, index_of(rank)).read_text()
     text, digest = text[:-64], text[-64:]
     if hash_of(text.encode(), "sha256") != digest:

@@ -701,7 +701,6 @@ class Engine:
 
     @not_compiled
     def end_forward(self) -> None:
-        """Notes that the root's forward is through."""
         self.after = []
         if self.recording:
             self.state.ended = next(moments)
@@ -787,7 +786,6 @@ class Engine:
 
     @not_compiled
     def fail_forward(self, is_outermost: bool) -> None:
-        """Notes that a forward raised."""
         self.forwards -= 1
         if is_outermost:
             self.forwards = 0

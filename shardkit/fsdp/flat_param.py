@@ -1143,7 +1143,6 @@ class RegisteredShard:
 
     @property
     def label(self) -> str:
-        """Names it in errors."""
         return f"parameter {self.names[0]!r} of {self.flat.label.partition(' of ')[2]}"
 
     @property
@@ -1762,7 +1761,6 @@ class FlatParam:
     # ------------------------------------------------------------ the store
     @property
     def is_summoned(self) -> bool:
-        """Says whether it is inside of :meth:`summoned`."""
         return self.store.state is SUMMONED
 
     def adopt(self) -> None:

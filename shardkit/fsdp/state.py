@@ -245,7 +245,6 @@ class ShardingState:
         return [self, *units_in(self.door, self)]
 
     def all_flats(self) -> list[FlatParam]:
-        """Returns the flat parameters of these."""
         return [*dict.fromkeys(flat for state in self.states() for flat in state.flats)]
 
     def all_listings(self) -> list[Registered]:

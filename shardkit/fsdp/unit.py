@@ -191,7 +191,6 @@ _Part = tuple[FlatParam, int, int, Sequence[int]]
 
 
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
-    """Returns the dtype in which gradients are packed."""
     own = flat.compute_dtype
     return reduce.dtype if reduce.dtype is not None and own.is_floating_point else own
 
@@ -707,7 +706,6 @@ class LocalGradients:
             return bool(self._wide) or any(m.param.grad is not None for m in self._listing.originals)
 
     def drop(self) -> None:
-        """Discards them."""
         self._wide.clear()
         with as_tensors():
             for m in self._listing.originals:
@@ -1126,7 +1124,6 @@ class Unit:
         return False
 
     def drop_local_gradients(self) -> None:
-        """Discards them."""
         for local in self._local:
             for one in local:
                 one.drop()

@@ -483,10 +483,6 @@ class Request:
     options: object
     submodules: object
 
-    def wants(self, option: str) -> bool:
-        """Says whether a flag of the options is set."""
-        return bool(getattr(self.options, option, False))
-
 
 def current_request() -> Request | None:
     """Tells what torch is being asked for at this moment; see [Note: requests]."""
@@ -702,7 +698,7 @@ def check_request(flats: Callable[[], Iterable[Tree]] | None = None) -> None:
         return  # torch leaves out what it is told to by these names
     if request.submodules:
         raise _not_possible(request, "submodules=")
-    if request.wants("ignore_frozen_params") and any(
+    if getattr(request.options, "ignore_frozen_params", False) and any(
         not m.param.requires_grad for flat in flats() for m in flat.originals
     ):
         raise _not_possible(request, "ignore_frozen_params=True")

@@ -93,7 +93,6 @@ class Analysis:
 
 
 def analyse(trace: Trace) -> Analysis:
-    """Finds everything that is told of a trace."""
     steps = max((len(rank.steps) for rank in trace.ranks.values()), default=0)
     count = max(1, steps)
     share = 1.0 / (count * max(1, len(trace.ranks)))

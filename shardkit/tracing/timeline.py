@@ -195,7 +195,6 @@ def part_path(path: Path, rank: int) -> Path:
 
 
 def read_part(path: Path) -> TracePart:
-    """Returns a part from its file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:

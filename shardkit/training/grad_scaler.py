@@ -7,7 +7,6 @@ it one decision of all ranks.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,7 @@ if TYPE_CHECKING:
 _OVERFLOW = 1.0
 _NEVER_SCALED = 2.0
 
-
-class _Lost(enum.Enum):
-    """Stands for a process group, which can't be pickled."""
-
-    IN_PICKLING = "the process group was not pickled"
+_LOST = "the process group was not pickled"  # stands for it, which can't be
 
 
 def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -216,7 +211,7 @@ class ShardedGradScaler(GradScaler):
 
     def _group_for(self, optimizer: Optimizer, tensor: torch.Tensor) -> Group:
         group = self.group
-        if group is _Lost.IN_PICKLING:
+        if group == _LOST:
             raise LifecycleError(
                 "this ShardedGradScaler was unpickled, and process groups can't be pickled; set `scaler.group` to the "
                 "process group first (None for all ranks)"
@@ -294,7 +289,7 @@ class ShardedGradScaler(GradScaler):
     def __getstate__(self) -> StateDict:
         state = super().__getstate__()
         if self.group is not None:
-            state["group"] = _Lost.IN_PICKLING
+            state["group"] = _LOST
         if self._backend is not None and not isinstance(self._backend, str):
             state["_backend"] = self._backend.name
         return state

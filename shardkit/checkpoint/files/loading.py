@@ -292,7 +292,6 @@ class Reading:
         return self._interpret(without_values(self._names), self._storage_without_bytes)
 
     def result(self) -> Data:
-        """Returns the object."""
         self.open()
         found = self._interpret(self._names, self._storage)
         self._raise_what_is_wrong(found)

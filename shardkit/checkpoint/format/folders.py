@@ -34,7 +34,6 @@ _ABANDONED = 3600.0  # seconds in which nobody wrote to another machine's tempor
 
 
 def step_name(step: int) -> str:
-    """Names the folder of a step."""
     return f"step-{step:08d}"
 
 

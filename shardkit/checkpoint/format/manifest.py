@@ -43,7 +43,6 @@ def best_hash() -> str:
 
 
 def new_hasher(name: str) -> Hasher:
-    """Returns a hash that has seen nothing yet."""
     if name == SHA256:
         return hashlib.sha256()
     if name != XXH3:
@@ -328,7 +327,6 @@ class StoredCheckpoint:
         return read_object(f"{self.folder}: {name}", self.read(record))
 
     def read(self, record: Record) -> bytes:
-        """Reads the bytes of a record."""
         if record.file not in self.manifest.files:
             raise DamagedFileError(
                 f"{self.folder}: {METADATA} names {record.file!r}, which is no file of the checkpoint"

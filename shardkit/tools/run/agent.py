@@ -258,7 +258,6 @@ def first_cause(failures: list[Failure], left: list[Failure] | None = None) -> F
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """Returns the last lines of a file."""
     try:
         return path.read_text(errors="replace").splitlines()[-lines:]
     except OSError:

@@ -378,7 +378,6 @@ class TravelPlan:
 def plan_of(
     pieces: Sequence[Sequence[Piece]], owners: Sequence[int], rank: int, world_size: int
 ) -> TravelPlan:
-    """Returns the plan of one rank."""
     away: list[list[Piece]] = [[] for _ in range(world_size)]
     own: list[list[Piece]] = [[] for _ in range(world_size)]
     total = 0
