@@ -267,7 +267,7 @@ def _differences(name: str, x: Tree, y: Tree, tolerance: float) -> Iterator[Diff
     else:
         same, count, most = compared(x, y)
         if x.dtype != y.dtype:
-            kinds = f"{short_dtype(x.dtype)} and {short_dtype(y.dtype)}"
+            kinds = f"{x.dtype} and {y.dtype}".replace("torch.", "")
             values = "values are equal" if count == 0 else f"max. difference {most:.3g}"
             yield Difference(name, f"dtypes {kinds}, {values}", most)
         elif not same and not most <= tolerance:
@@ -296,11 +296,6 @@ def short(value: object) -> str:
     """Returns the beginning of its text, for a line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """Names a dtype without torch's name in front."""
-    return str(dtype).removeprefix("torch.")
 
 
 # ------------------------------------------------------------ a checkpoint and its checksums

@@ -11,7 +11,7 @@ from ...types import StateDict
 from ..format.folders import TEMPORARY, steps_in
 from ..format.manifest import read_manifest
 from ..format.metadata import dotted
-from .comparing import Comparison, Verified, open_checkpoint, short, short_dtype
+from .comparing import Comparison, Verified, open_checkpoint, short
 from .converting import Converted
 from .stored import Checkpoint, StoredTensor, at
 
@@ -74,7 +74,7 @@ def contents(checkpoint: Checkpoint) -> StateDict:
         {
             "name": name,
             "shape": list(tensor.shape),
-            "dtype": short_dtype(tensor.dtype),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
             "bytes": tensor.nbytes,
             "parts": max(1, len({id(part.where) for part in tensor.parts})),
         }
