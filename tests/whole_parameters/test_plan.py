@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkit.layout import ShardLayout
-from shardkit.training.whole_parameters.exchange import ALLOWANCE, Bundle, held_by_ranks, owners_of, plan_of
+from shardkit.training.whole_parameters.exchange import (
+    ALLOWANCE,
+    Bundle,
+    held_by_ranks,
+    numels_of,
+    owners_of,
+    plan_of,
+)
 
 LAYOUTS = st.tuples(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 6))
 
@@ -22,16 +29,16 @@ def test_all_elements_reach_the_owner_and_come_back(
     plans = [plan_of(pieces, owners, rank, world_size) for rank in range(world_size)]
     for here, plan in enumerate(plans):
         for there, other in enumerate(plans):
-            sent = plan.away.pieces[there]
-            assert sent == other.own.pieces[here]  # in one order
+            sent = plan.away[there]
+            assert sent == other.own[here]  # in one order
             size = 2 * sum(p.numel for p in sent) + len(sent)
-            assert plan.away.sizes(2, 1)[there] == other.own.sizes(2, 1)[here] == size
+            assert numels_of(plan.away, 2, 1)[there] == numels_of(other.own, 2, 1)[here] == size
     for number, owner in enumerate(owners):
-        arrived = [p.numel for some in plans[owner].own.pieces for p in some if p.item == number]
+        arrived = [p.numel for some in plans[owner].own for p in some if p.item == number]
         own = [p.numel for p in pieces[number] if p.rank == owner]
         assert sum(arrived) + sum(own) == numels[number]
     assert {p.total for p in plans} == {sum(plans[0].total for _ in [0])}
-    assert sum(sum(p.away.numels) for p in plans) == plans[0].total
+    assert sum(sum(numels_of(p.away, 1, 0)) for p in plans) == plans[0].total
 
 
 @given(

@@ -343,35 +343,18 @@ def held_by_ranks(pieces: Sequence[Piece], world_size: int) -> tuple[int, ...]:
     return tuple(held)
 
 
-class Route:
-    """The pieces that one rank sends before a step and receives after it, or the other way round.
-
-    Attributes:
-        pieces: of each other rank, [W]; ``item`` counts the parameters that the plan was made of.
-        numels: numel of all pieces for each rank, [W].
-    """
-
-    def __init__(self, pieces: Sequence[list[Piece]]) -> None:
-        self.pieces = pieces
-        self.numels = [sum(p.numel for p in some) for some in pieces]
-
-    def sizes(self, times: int, flags: int) -> list[int]:
-        """Returns numel of what travels for each rank, [W]: its pieces so many times, and so many flags of each."""
-        return [times * n + flags * len(some) for n, some in zip(self.numels, self.pieces, strict=True)]
-
-
 @dataclass(frozen=True)
 class TravelPlan:
     """The pieces that travel between a rank and the owners.
 
     Attributes:
-        away: of other ranks' parameters, here.
-        own: of this rank's parameters, elsewhere.
+        away: of other ranks' parameters, here, by owner, [W]; ``item`` counts the parameters of the plan.
+        own: of this rank's parameters, elsewhere, by where they lie, [W].
         total: numel of what travels one way, of all ranks together.
     """
 
-    away: Route
-    own: Route
+    away: list[list[Piece]]
+    own: list[list[Piece]]
     total: int
 
 
@@ -390,7 +373,12 @@ def plan_of(
                 away[owner].append(piece._replace(item=item))
             elif owner == rank:
                 own[piece.rank].append(piece._replace(item=item))
-    return TravelPlan(Route(away), Route(own), total)
+    return TravelPlan(away, own, total)
+
+
+def numels_of(pieces: Sequence[list[Piece]], times: int, flags: int) -> list[int]:
+    """Returns numel of what travels for each rank, [W]: its pieces so many times, and so many flags of each."""
+    return [times * sum([p.numel for p in some]) + flags * len(some) for some in pieces]
 
 
 class Exchange(Bringing):
@@ -463,8 +451,8 @@ class Exchange(Bringing):
     def start(self, gradients: bool) -> None:
         plan, self._gradients = self._plan(), gradients
         times, flags = (2, 1) if gradients else (1, 0)
-        chunks = [self._sent(pieces, gradients) for pieces in plan.away.pieces]
-        come, go = plan.own.sizes(times, flags), plan.away.sizes(times, flags)
+        chunks = [self._sent(pieces, gradients) for pieces in plan.away]
+        come, go = numels_of(plan.own, times, flags), numels_of(plan.away, times, flags)
         self._send([*chain(*chunks)], come, go, self._to_owners, "parameters for whole updates")
 
     def _sent(self, pieces: Sequence[Piece], gradients: bool) -> list[torch.Tensor]:
@@ -524,7 +512,7 @@ class Exchange(Bringing):
         if None not in known:
             return [bool(k) for k in known]
         flags: dict[int, torch.Tensor] = {}
-        for pieces, block in zip(plan.own.pieces, arrived.split(plan.own.sizes(2, 1)), strict=True):
+        for pieces, block in zip(plan.own, arrived.split(numels_of(plan.own, 2, 1)), strict=True):
             for piece, flag in zip(pieces, block[block.numel() - len(pieces) :], strict=True):
                 flags.setdefault(piece.item, flag)
         found = torch.stack([flags.get(n, arrived.new_zeros(())) for n in self._numbers]).tolist()
@@ -541,14 +529,15 @@ class Exchange(Bringing):
                 if o.part.here is not None and o.part.trains
             ]
         )
-        chunks = [values[p.item].narrow(0, p.start, p.numel) for p in chain(*plan.own.pieces)]
-        self._send(chunks, plan.away.numels, plan.own.numels, self._to_shards, "updated parameters")
+        chunks = [values[p.item].narrow(0, p.start, p.numel) for p in chain(*plan.own)]
+        come, go = numels_of(plan.away, 1, 0), numels_of(plan.own, 1, 0)
+        self._send(chunks, come, go, self._to_shards, "updated parameters")
 
     def take_back(self) -> None:
         arrived = self._received(self._to_shards)
         if arrived is None:
             return
-        pieces = [*chain(*self._plan().away.pieces)]
+        pieces = [*chain(*self._plan().away)]
         parts = [self._parts[p.item] for p in pieces]
         cut = arrived.split([p.numel for p in pieces])
         _copy([(part.cut(shard_of(part)), value) for part, value in zip(parts, cut, strict=False)])
@@ -564,11 +553,11 @@ def _gradient(part: Part) -> torch.Tensor:
 def _arrived(
     plan: TravelPlan, arrived: torch.Tensor, with_gradients: bool, gradients: bool
 ) -> Iterator[tuple[int, Piece, torch.Tensor]]:
-    """Yields number, piece, and its values or its gradient, in the order of the route."""
-    sizes = plan.own.sizes(2, 1) if with_gradients else plan.own.numels
-    for pieces, block in zip(plan.own.pieces, arrived.split(sizes), strict=True):
-        numel = sum(p.numel for p in pieces)
-        cut = block.narrow(0, gradients * numel, numel).split([p.numel for p in pieces]) if pieces else ()
+    """Yields number, piece, and its values or its gradient, in the order in which they came."""
+    sizes = numels_of(plan.own, 2, 1) if with_gradients else numels_of(plan.own, 1, 0)
+    for pieces, block in zip(plan.own, arrived.split(sizes), strict=True):
+        numels = [p.numel for p in pieces]
+        cut = block.narrow(0, gradients * sum(numels), sum(numels)).split(numels) if pieces else ()
         for piece, value in zip(pieces, cut, strict=True):
             yield piece.item, piece, value
 
