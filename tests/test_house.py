@@ -8,28 +8,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_384  # of all source; to be lowered with each release
+LINES = 64_249  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_109,
-    "compat": 9_334,
-    "shardkit": 2_411,  # the files right there
-    "shardkit/checkpoint": 6_529,
-    "shardkit/flattening": 829,
-    "shardkit/fsdp": 11_439,
-    "shardkit/integrations": 512,
+    "backends": 7_101,
+    "compat": 9_328,
+    "shardkit": 2_406,  # the files right there
+    "shardkit/checkpoint": 6_517,
+    "shardkit/flattening": 828,
+    "shardkit/fsdp": 11_404,
+    "shardkit/integrations": 510,
     "shardkit/launching": 560,
-    "shardkit/model_parallel": 1_501,
-    "shardkit/optimizer_state": 1_321,
+    "shardkit/model_parallel": 1_497,
+    "shardkit/optimizer_state": 1_317,
     "shardkit/optimizers": 573,
-    "shardkit/oss": 3_070,
+    "shardkit/oss": 3_065,
     "shardkit/pipeline": 1_507,
     "shardkit/reduction": 1_585,
-    "shardkit/tools": 7_469,
+    "shardkit/tools": 7_450,
     "shardkit/torch_seams": 1_307,
-    "shardkit/tracing": 1_564,
-    "shardkit/training": 4_755,
-    "shardkit/wrapping": 1_009,
+    "shardkit/tracing": 1_563,
+    "shardkit/training": 4_730,
+    "shardkit/wrapping": 1_001,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

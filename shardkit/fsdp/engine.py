@@ -511,7 +511,6 @@ class Engine:
     """Runs all units below one root.
 
     Args:
-        units: the root's own first.
         prefetch: how many units are gathered ahead.
         after_backward: called at the end of each.
 
