@@ -89,14 +89,6 @@ _ONE = ("state", "param_groups")
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
-class _Number(NamedTuple):
-    """A state that is one number (or one record) for a slot, and is stored for each of its parameters."""
-
-    state: StateDict
-    key: str
-    read: list[tuple[str, torch.Tensor]]  # by parameter
-
-
 class OptimizerReads:
     """The state that an optimizer needs of a checkpoint."""
 
@@ -117,7 +109,8 @@ class OptimizerReads:
                 f"{stored.folder} has {some(unclaimed)} beside the state of parameters, which no optimizer of the "
                 "list has now, so whose it is can't be told. Build them as they were, or keep such state in extra="
             )
-        self._numbers: list[_Number] = []
+        # state and key of what is one number (or one record) for a slot, and is stored for each of its parameters
+        self._numbers: list[tuple[StateDict, str, list[tuple[str, torch.Tensor]]]] = []
         self._slots = holder.needed()
         self._states: list[StateDict] = [{} for _ in self._slots]
         self.wanted = [
@@ -161,12 +154,6 @@ class OptimizerReads:
                 )
         return saved
 
-    def _options(self) -> list[StateDict]:
-        return [
-            {key: self._stored.object(name) for key, name in group.items() if key != "params"}
-            for group in self._groups
-        ]
-
     # ------------------------------------------------------------ state
     def _fill(self, slot: Slot, state: StateDict) -> Iterator[Wanted]:
         have = [span for span in slot.spans if self._of.get(span.name)]
@@ -207,7 +194,7 @@ class OptimizerReads:
         if not read:
             for span, name in names.items():
                 read.append((span, self._stored.object(name)))
-        self._numbers.append(_Number(state, key, read))
+        self._numbers.append((state, key, read))
 
     def finish(self) -> None:
         """Gives the optimizer what was wanted, all of which is there."""
@@ -223,7 +210,11 @@ class OptimizerReads:
                     )
             state[key] = value
         beside = {key: self._stored.object(name) for key, name in self._others.items()}
-        self._holder.load(self._states, self._options(), beside)
+        options = [
+            {key: self._stored.object(name) for key, name in group.items() if key != "params"}
+            for group in self._groups
+        ]
+        self._holder.load(self._states, options, beside)
         self._holder.load_named({key: self._stored.object(name) for key, name in self._named.items()})
 
 

@@ -116,25 +116,17 @@ class TracePart(TypedDict):
     clock: list[tuple[int, float, float]]
 
 
-class _Event(NamedTuple):
-    what: What
-    start: int
-    end: int
-    thread: int
-    marks: tuple[object, object] | None
-
-
 class Recorder:
     """Listens to one rank, and keeps all it hears.
 
     Attributes:
-        events: in the order of their ends.
+        events: what, start, end, thread and marks of each range, in the order of their ends.
         steps: number of each step that ended, and when.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.events: list[_Event] = []
+        self.events: list[tuple[What, int, int, int, tuple[object, object] | None]] = []
         self.steps: list[tuple[int, int]] = []
         self.clock: list[ClockReading] = []
         self.thread = threading.get_ident()
@@ -148,7 +140,7 @@ class Recorder:
             self._zero = self._timer.mark(), now()
 
     def on_range(self, what: What, start: int, end: int, marks: tuple[object, object] | None) -> None:
-        self.events.append(_Event(what, start, end, threading.get_ident(), marks))
+        self.events.append((what, start, end, threading.get_ident(), marks))
 
     def on_number(self, name: str, value: torch.Tensor) -> None:
         """Does nothing: numbers are for metrics."""
