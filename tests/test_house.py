@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_249  # of all source; to be lowered with each release
+LINES = 64_232  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_101,
     "compat": 9_328,
     "shardkit": 2_406,  # the files right there
-    "shardkit/checkpoint": 6_517,
+    "shardkit/checkpoint": 6_508,
     "shardkit/flattening": 828,
     "shardkit/fsdp": 11_404,
     "shardkit/integrations": 510,
@@ -27,7 +27,7 @@ PARTS = {
     "shardkit/reduction": 1_585,
     "shardkit/tools": 7_450,
     "shardkit/torch_seams": 1_307,
-    "shardkit/tracing": 1_563,
+    "shardkit/tracing": 1_555,
     "shardkit/training": 4_730,
     "shardkit/wrapping": 1_001,
 }
