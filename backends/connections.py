@@ -70,8 +70,7 @@ class Refusing:
 def _in_child() -> None:
     never_destroy()  # first: gloo would wait for threads that are not there
     if dist.is_initialized():
-        rank = dist.get_rank()
-        _of_parent.update(dict.fromkeys(dist.distributed_c10d._world.pg_map, rank))
+        _of_parent.update(dict.fromkeys(dist.distributed_c10d._world.pg_map, dist.get_rank()))
     for what in list(_mine):
         what.left_behind()
 

@@ -56,8 +56,7 @@ def not_compiled(function: F) -> F:
     """
     skip = _eval_frame._FrameAction.SKIP
     plain = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
-    code = plain.__code__  # a decorator's is that of all that it decorates
-    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
+    _eval_frame.set_code_exec_strategy(plain.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "shardkit runs it outside of the graph"  # type: ignore[attr-defined]
     return function

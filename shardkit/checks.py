@@ -246,7 +246,8 @@ def check_same_everywhere(group: Group, facts: Facts, what: str, aside: Tree = N
 
 def _shown(fact: Sequence[Tree]) -> str:
     name, value = fact
-    return f"{name} ({', '.join(map(str, value))})" if isinstance(value, list) else f"{name} {value}"
+    equals = " =" if name.startswith(_OPTION) else ""
+    return f"{name} ({', '.join(map(str, value))})" if isinstance(value, list) else f"{name}{equals} {value}"
 
 
 def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
@@ -257,9 +258,7 @@ def _refuse_differences(group: Group, everybody: list[Tree], what: str) -> None:
                 if _OPTION in (mine[0].partition(" ")[0], theirs[0].partition(" ")[0]):
                     remedy = "Pass the same options on every rank"
                     if what.startswith("the optimizer's"):
-                        remedy += (
-                            "; what a class of yours has for each rank, by functools.partial(Class, name=...)"
-                        )
+                        remedy += "; an argument of yours that differs by rank, by functools.partial(Class, name=...)"
                 raise RankMismatchError(
                     f"{what} differ between ranks: at position {i} rank {group.ranks[0]} has {_shown(mine)}, rank "
                     f"{group.ranks[rank]} has {_shown(theirs)}. {remedy} (this rank is {group.ranks[group.rank]})."

@@ -366,8 +366,7 @@ def aligned_shards(shapes: Sequence[Sequence[int]], world_size: int, align: Alig
         size = max(1, segments.sizes[0])
         return ShardLayout(numels, world_size, size, tuple(p.rank * size + p.offset for p in segments.pieces))
     if align == "rows":
-        rows = [max(1, math.prod(shape[1:])) for shape in shapes]
-        return _cut_between_rows(numels, rows, world_size)
+        return _cut_between_rows(numels, [max(1, math.prod(shape[1:])) for shape in shapes], world_size)
     starts, end = [], 0
     for numel in numels:
         starts.append(rounded_up(end, align))

@@ -15,7 +15,7 @@ _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Compression:
-    """Numbers travel as blocks of codes of one byte with a scale (fp32) for each block: 0.27 of the bytes of fp32.
+    """Sends numbers as blocks of codes of one byte with a scale (fp32) for each block: 0.27 of the bytes of fp32.
 
     What comes out of a block of int8 is at most half a scale from what went in, which is 1/254 of the block's largest
     magnitude. A block that holds inf or nan comes out without any finite number, so that gradient scalers see it.
@@ -76,8 +76,8 @@ class ReducePolicy:
     def __post_init__(self) -> None:
         if self.bucket_numel is not None and self.bucket_numel < 0:
             raise ConfigurationError(f"bucket_numel is {self.bucket_numel}; it must be 0 or more")
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ConfigurationError(f"gradients can't be reduced in {self.dtype}; name a floating dtype")
+        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+            raise ConfigurationError(f"gradients can't be reduced in {self.dtype!r}; name a floating dtype")
         if self.predivide is not None and self.predivide <= 0:
             raise ConfigurationError(f"predivide is {self.predivide}; it must be above 0")
         if self.order not in (None, "fixed"):
@@ -121,13 +121,13 @@ class PrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("compute", "buffers", "inputs"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ConfigurationError(f"{name} is {dtype}; name a floating dtype")
+            if dtype is not None and not getattr(dtype, "is_floating_point", False):
+                raise ConfigurationError(f"{name} is {dtype!r}; name a floating dtype, as torch.bfloat16")
 
 
 @dataclass(frozen=True)
 class ReshardPolicy:
-    """When an FSDP unit gives its gathered parameters back.
+    """Says when an FSDP unit gives its gathered parameters back.
 
     Attributes:
         after_forward: after forward (backward gathers again); False: after backward only. A number keeps them

@@ -111,6 +111,8 @@ def test_a_module_that_moves_to_another_kind_of_device_after_wrapping(rank: int)
     """Its gradients would travel over the host's connections: slowly, and nobody would know why."""
     net = nn.Linear(6, 2)
     optimizer = OSS(net.parameters(), lr=0.1)
+    with pytest.raises(shardkit.ConfigurationError, match="none of the module's parameters"):
+        shardkit.ShardedDDP(nn.Linear(6, 2), optimizer)
     model = shardkit.ShardedDDP(net, optimizer)
     with pytest.raises(
         shardkit.ConfigurationError, match=r"weight was moved to meta after .* wrapped on cpu"

@@ -805,8 +805,7 @@ class C10dGroup(Group):
         own = as_tensor(data.ljust(widths[self.rank], b"\0")).to(self.backend.device())
         buffer, everything = _buffer(self, sum(widths))
         self.all_gather_into(everything, own, widths, label=label)
-        parts = _parts(buffer, everything, widths)
-        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size] for part, size in zip(_parts(buffer, everything, widths), sizes, strict=True)]
 
     def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
         (width,) = self._widths([size])

@@ -237,8 +237,7 @@ def issued_of_torch() -> dict[str, int]:
     """Returns how many collectives this rank has issued in each of torch's process groups, as far as torch tells."""
     counts = {}
     if dist.is_initialized():
-        known = list(dist.distributed_c10d._world.pg_map)
-        for pg in known:
+        for pg in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):
                 name = str(pg.group_name)
                 counts[name] = _issued_in(pg) - _uncounted[name]

@@ -170,8 +170,7 @@ class ChannelCollectives(Collectives):
 
     def all_to_all(self, value: torch.Tensor, groups: Groups, size: int, rank: torch.Tensor) -> torch.Tensor:
         # XLA's all-to-all takes no channel through torch_xla: gather everything and keep this rank's column.
-        everything = self.all_gather(value, groups, size).view(size, size, -1)
-        return everything.index_select(1, rank).reshape(-1)
+        return self.all_gather(value, groups, size).view(size, size, -1).index_select(1, rank).reshape(-1)
 
 
 def _uniform(groups: Groups) -> bool:

@@ -157,8 +157,7 @@ class OptimizerReads:
     # ------------------------------------------------------------ state
     def _fill(self, slot: Slot, state: StateDict) -> Iterator[Wanted]:
         have = [span for span in slot.spans if self._of.get(span.name)]
-        keys = list(dict.fromkeys(key for span in have for key in self._of[span.name]))
-        for key in keys:
+        for key in list(dict.fromkeys(key for span in have for key in self._of[span.name])):
             names = {span: self._of[span.name].get(key) for span in have}
             lacking = [span.name for span, name in names.items() if name is None]
             if lacking:
@@ -168,8 +167,7 @@ class OptimizerReads:
                 )
             stored = [(span, self._stored.tensors.get(name or "")) for span, name in names.items()]
             if all(found is not None and slot.is_cut(key, span, found.shape) for span, found in stored):
-                dtype = next(found.dtype for _, found in stored if found is not None)
-                state[key] = slot.zeros(dtype)
+                state[key] = slot.zeros(next(found.dtype for _, found in stored if found is not None))
                 for span, name in names.items():
                     yield Wanted(name or "", slot.wanted(span, state[key], self._holder.names.ranks))
             else:
@@ -205,8 +203,8 @@ class OptimizerReads:
                     raise ConfigurationError(
                         f"optimizer state {key!r} is {_shown(value)} for {first!r} and {_shown(other)} for {name!r}, "
                         "which lie in one flat parameter and have one such number here: one of them had no gradient in "
-                        "some steps. Shard with fully_shard(module) or FSDP(module, flatten=False), or wrap them in "
-                        "units of their own"
+                        "some steps. Shard with fully_shard(module) or FSDP(module, flatten=False) (fairscale's "
+                        "flatten_parameters=False), or wrap them in units of their own"
                     )
             state[key] = value
         beside = {key: self._stored.object(name) for key, name in self._others.items()}

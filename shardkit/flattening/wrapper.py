@@ -63,7 +63,7 @@ class FlattenParamsWrapper(nn.Module):
     flat_params: list[FlatParameter]
 
     @without_arguments(
-        ssd_offload="keep parameters on the CPU, with FSDP's OffloadPolicy", ssd_directory="see there"
+        ssd_offload="take FSDP's move_params_to_cpu=True (or OffloadPolicy)", ssd_directory="see there"
     )
     def __init__(
         self,

@@ -593,8 +593,7 @@ def _mesh_of_dtensors(found: Found) -> DeviceMesh:
     if not backend.has_storage:
         refuse_split(found.originals, backend.name, "Its compiler has ways of its own to cut parameters")
     if options.offload.on_host or options.offload.activations:
-        apart = [o for o in found.originals if o.is_apart]
-        refuse_split(apart, "offloading", "Leave offload out")
+        refuse_split([o for o in found.originals if o.is_apart], "offloading", "Leave offload out")
     for original in found.originals:
         if original.within is not None:
             check_within(original.name, original.within, mesh, original.dim)

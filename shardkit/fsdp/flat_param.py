@@ -491,8 +491,7 @@ class Store(ABC):
         else:
             full = shard.new_empty(self._layout.padded_numel)
             with self._flat.ranges.summon():
-                label = f"{self._flat.label} in full precision"
-                self._gather(full, shard, label=label, over=self._channel)
+                self._gather(full, shard, label=f"{self._flat.label} in full precision", over=self._channel)
             full = unpacked(full, self._layout)
         self.summoned, self.state = full, SUMMONED
         self._reveal()

@@ -352,9 +352,9 @@ def _warn_of_groups_by_dimension(optimizer: Optimizer) -> None:
     if matrices:
         logger.warning(
             "%s does not decay shards with matrices in them (%s, ...), and groups go by p.ndim, or one is empty. "
-            "Shards of flat parameters have one dimension, so groups can't be made by p.ndim: take fully_shard, which "
-            "lists rows of each parameter with its own dimensions; or note the names of what is to decay before "
-            "wrapping, wrap with flatten=False, and choose by name. If nothing is to decay, pass weight_decay=0",
+            "Shards of flat parameters have one dimension: take fully_shard, which lists rows of each parameter with "
+            "its own dimensions; or note the names of what is to decay before wrapping, wrap with flatten=False "
+            "(fairscale's flatten_parameters=False) and choose by name. If nothing is to decay, pass weight_decay=0",
             type(optimizer).__name__,
             matrices[0],
         )

@@ -317,8 +317,12 @@ class ShardedAPI:
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        slots = [slot_of(f) for f in self._state.all_listings()]
-        shard = shard_by_id(slots, full_optim_state_dict, list(self._state.door.parameters()))
+        door, listings = self._state.door, self._state.all_listings()
+        places = dict.fromkeys((flat, number) for *_, flat, number in written_parameters(door) if flat)
+        place_of = {place: n for n, place in enumerate(places)}
+        written = [place_of[f.flat, f.first + k] for f in listings for k in range(len(f.originals))]
+        slots = [slot_of(f) for f in listings]
+        shard = shard_by_id(slots, full_optim_state_dict, list(door.parameters()), written)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:
@@ -482,8 +486,8 @@ def _whole(root: ShardingState) -> Iterator[tuple[str, torch.Tensor]]:
 def _check_export(
     root: ShardingState, dtype: torch.dtype | None, on: int | None, since: SentWeights | None
 ) -> None:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"weights can't be exported in {dtype}; name a floating dtype")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ConfigurationError(f"weights can't be exported in {dtype!r}; name a floating dtype")
     if on is not None and not 0 <= on < root.group.world_size:
         raise ConfigurationError(f"on={on}: the model is sharded over ranks 0 to {root.group.world_size - 1}")
     for flat in root.all_flats():

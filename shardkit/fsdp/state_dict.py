@@ -531,8 +531,7 @@ def begin_loading(state: ShardingState, state_dict: StateDict) -> None:
 def add_wrapping(wrapper: Any, state_dict: StateDict, prefix: str) -> None:
     """Turns keys of a wrapped module's parameters into those under which the wrapper has them."""
     listed = {n for n, p in wrapper._state.unit_module._parameters.items() if p is not None}
-    items = [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]
-    for key, value in items:
+    for key, value in [(k, v) for k, v in state_dict.items() if k.startswith(prefix)]:
         rest = key[len(prefix) :]
         if not rest.startswith(OUTER):
             del state_dict[key]

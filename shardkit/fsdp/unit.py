@@ -160,8 +160,7 @@ class _CustomGroup:
         return DONE
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        memory = self._comm.allocate((tensor.numel(),), dtype=tensor.dtype, device=tensor.device)
-        return memory.view(-1)
+        return self._comm.allocate((tensor.numel(),), dtype=tensor.dtype, device=tensor.device).view(-1)
 
 
 @final
@@ -536,8 +535,7 @@ class CompressedPack(StoredPack):
         self._exchange = CompressedReduceScatter(group, blocks, self._form.sizes, reduce.error_feedback)
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
-        label = f"gradients of {self._flat.label}"
-        result, work = self._exchange.start(packed, label, complete=had_all)
+        result, work = self._exchange.start(packed, f"gradients of {self._flat.label}", complete=had_all)
         self._group.backend.release_storage(packed)
         return had, had_all, result, work
 

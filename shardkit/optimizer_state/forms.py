@@ -34,7 +34,7 @@ from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import MarkedTensor, as_plain, is_cut, local_of, stays_marked, whole
 from ..torch_seams.wrappers import versions_of
 from ..types import AnyCallable, Args, Kwargs, Memo, ParamGroup, SavedState, StateDict, Tree
-from .kinds import Slot, StateKind, is_elementwise, to_cpu
+from .kinds import Slot, StateKind, check_form, is_elementwise, to_cpu
 
 EXTRA = ("param_id_map", "uncollected_local_ids")
 
@@ -83,8 +83,8 @@ def _assembled(
 
 
 # ------------------------------------------------------------ by id
-def _by_id(slots: Sequence[Slot], optimizer: Optimizer | None = None) -> list[Held]:
-    params = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
+def _by_id(slots: Sequence[Slot], optimizer: Optimizer) -> list[Held]:
+    params = [p for g in optimizer.param_groups for p in g["params"]]
     position, count, found = {id(p): i for i, p in enumerate(params)}, 0, []
     for slot in slots:
         keys = range(count, count + len(slot.spans))
@@ -106,6 +106,10 @@ def gather_by_id(
         keep_on: whether this rank returns it.
     """
     held = _by_id(slots, optimizer)
+    if held and all(h.position < 0 for h in held):
+        raise ConfigurationError(
+            f"this {type(optimizer).__name__} has none of the model's shards: make it of the model's parameters()"
+        )
     collected = [h for h in held if id(h.slot and h.slot.param) not in uncollected]
     # as the optimizer has them: their places are for all ranks
     collected.sort(key=lambda h: (h.position < 0, h.position))
@@ -137,29 +141,39 @@ def gather_by_id(
     return {**made, "param_id_map": id_map, "uncollected_local_ids": local_ids}
 
 
-def shard_by_id(slots: Sequence[Slot], full: StateDict, listed: Sequence[object] = ()) -> StateDict:
+def shard_by_id(
+    slots: Sequence[Slot], full: StateDict, listed: Sequence[object], written: Sequence[int]
+) -> StateDict:
     """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Args:
         listed: the model's parameters. Where each shard had several of what are shards of their own now, the optimizer
             is taken to have them in this order, and says so if it has not.
+        written: of each id the place in the model as it was written, by which plain optimizers number parameters.
     """
-    held = _by_id(slots)
-    count = sum(len(h.keys) for h in held)
+    check_form(full)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
-    known = set(id_map) or {i for g in full["param_groups"] for i in g["params"]}
-    if known and len(known) != count:
+    numbers = [i for g in full["param_groups"] for i in g["params"]]
+    known = set(id_map or numbers)
+    if known and len(known) != len(written):
         raise ConfigurationError(
-            f"this optimizer state is of a model with {len(known)} parameters, this model has {count}; wrap the model "
-            "as it was when the state was saved"
+            f"this optimizer state is of a model with {len(known)} parameters, this model has {len(written)}; wrap the "
+            "model as it was when the state was saved"
         )
-    slot_of = {i: k for k, h in enumerate(held) for i in h.keys}
+    if known and not id_map and len(full["param_groups"]) > 1:
+        raise ConfigurationError(
+            "this state of a plain optimizer with several groups does not say which parameters its numbers are. Load "
+            "it in one process, where save_training makes a checkpoint of it, and use restore_training"
+        )
+    ids_left = iter(range(len(written)) if id_map or not known else [numbers[place] for place in written])
+    keys_of = [[*islice(ids_left, len(slot.spans))] for slot in slots]
+    slot_of = {i: k for k, keys in enumerate(keys_of) for i in keys}
     groups: list[ParamGroup] = []
     is_sharded = any(s.world_size > 1 or s.param.shape != s.spans[0].shape for s in slots)
     kind = OrderedDict if is_sharded else dict  # as ``optimizer.state_dict()`` has them, and state below
     local_of: dict[int, int] = {}
     saved_with: dict[int, int] = {}  # of each index one shard
-    is_finer = any(
+    is_finer = not id_map or any(
         given is not None and saved_with.setdefault(given, slot_of[i]) != slot_of[i]
         for i, given in id_map.items()
     )
@@ -176,12 +190,12 @@ def shard_by_id(slots: Sequence[Slot], full: StateDict, listed: Sequence[object]
                 local_of[k] = len(local_of) if given is None else given
             if local_of[k] not in locals_:
                 locals_.append(local_of[k])
-        options = copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+        options = copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
         groups.append(kind(options, params=locals_))
         if is_finer and is_sharded:
             note_shards(groups[-1], [slots[k].param for k in dict.fromkeys(slot_of[i] for i in ids)])
     state: dict[int, StateDict] = {}
-    for k, (slot, (keys, _, _)) in enumerate(zip(slots, held, strict=True)):
+    for k, (slot, keys) in enumerate(zip(slots, keys_of, strict=True)):
         have = {n: full["state"][i] for n, i in zip(slot.names, keys, strict=True) if full["state"].get(i)}
         if have and k in local_of:
             cut = slot.cut(have)
@@ -514,10 +528,10 @@ _whole_states: list[WholeStates] = []
 NOTE = "shardkit_shards"
 
 _GATHERED = (
-    "FSDP.gather_full_optim_state_dict(optimizer) (on rank 0; load it by get_shard_from_optim_state_dict; after "
-    "fully_shard these are methods of shardkit.sharding_of(model)), of shardkit.torch_fsdp "
-    "FSDP.optim_state_dict(model, optimizer) or get_state_dict of shardkit.torch_fsdp.state_dict, or "
-    "optimizer.state_dict() with torch.save for each rank"
+    "model.gather_full_optim_state_dict(optimizer) (all ranks call it, rank 0 gets it; load it by "
+    "get_shard_from_optim_state_dict; after fully_shard these are methods of shardkit.sharding_of(model)), of "
+    "shardkit.torch_fsdp FSDP.optim_state_dict(model, optimizer) or get_state_dict of shardkit.torch_fsdp.state_dict, "
+    "or optimizer.state_dict() with torch.save for each rank"
 )
 
 

@@ -127,7 +127,8 @@ def check_form(state_dict: object) -> None:
     """Raises ConfigurationError for what is no state dict of an optimizer."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         raise ConfigurationError(
-            "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it"
+            "this is no optimizer state: expected a dict with 'state' and 'param_groups', as state_dict() gives it on "
+            "all ranks, and gather_full_optim_state_dict on rank 0: load its file on every rank"
         )
 
 

@@ -78,8 +78,8 @@ from .segments import FlatSegment
 DEFAULT_BUCKET = 2**23  # elements
 _SENT = (
     "a parameter received a gradient after those of its bucket had been sent: its module runs in several re-entrant "
-    "checkpoints (use checkpoint(..., use_reentrant=False)), or backward had gone on to a module that was called "
-    "before it (go back through each by a backward of its own)"
+    "checkpoints (in place of these, or of checkpoint_wrapper, take torch's checkpoint(..., use_reentrant=False)), or "
+    "backward had gone on to a module that was called before it (go back through each by a backward of its own)"
 )
 
 
@@ -944,8 +944,7 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Group, label: str
         flat = torch.cat([t.reshape(-1) for t in same])
         wire = flat.to(torch.uint8) if flat.dtype == torch.bool else flat
         group.broadcast(wire, 0, label=label)
-        pieces = wire.split([t.numel() for t in same])
-        for t, piece in zip(same, pieces, strict=True):
+        for t, piece in zip(same, wire.split([t.numel() for t in same]), strict=True):
             t.copy_(piece.view(t.shape))
 
 

@@ -426,7 +426,7 @@ class OSS(Optimizer):
             all_ranks: consolidate on every rank first (then every rank has to call).
 
         Raises:
-            RuntimeError: this rank holds no consolidated state.
+            NotConsolidatedError: this rank holds no consolidated state.
         """
         if all_ranks:
             self.consolidate_state_dict(-1)
@@ -461,8 +461,8 @@ class OSS(Optimizer):
         Every rank calls it with the same state.
 
         Raises:
-            ValueError: on all ranks, if on one groups, numbers of parameters, or shapes of their state differ from this
-                optimizer's. All ranks look at the state of all parameters, and nothing is loaded on any.
+            ConfigurationError: on all ranks, if on one groups, numbers of parameters, or shapes of their state differ
+                from this optimizer's. All ranks look at the state of all parameters; nothing is loaded on any.
             RankMismatchError: ranks were given different state; nothing is loaded.
         """
         problem, params = None, list(self._parameters())

@@ -366,8 +366,7 @@ class InSegments(Placement):
             moved = (p for p in group["params"] if p not in known and (p.requires_grad or p in pending))
             for params in alike(moved):
                 owners = [self._owner[p] for p in params]
-                segment = self._kind(params, owners, channel, index, self._update_dtype)
-                self.segments.append(segment)
+                self.segments.append(self._kind(params, owners, channel, index, self._update_dtype))
         self.ranges = Ranges("updated parameters", self.group.ranks)
 
     def updated_here(self, index: int, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

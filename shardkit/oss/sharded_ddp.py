@@ -124,6 +124,11 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
                     f"ShardedDDP averages gradients over ranks {list(self._group.ranks)}, and its OSS gives parameters "
                     f"owners among {list(o._group.ranks)}; pass the same group to both"
                 )
+        trained = {id(p) for p in module.parameters() if p.requires_grad}
+        if trained and trained.isdisjoint(id(p) for o in optimizers for p in o._parameters()):
+            raise ConfigurationError(
+                "the OSS has none of the module's parameters, which would not train: make it of module.parameters()"
+            )
         self._watch_trainable = watch_trainable
         self._warn_on_change = True
         facts = option_facts(

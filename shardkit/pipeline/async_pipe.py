@@ -337,8 +337,7 @@ class PipeRPCWrapper(nn.Module):
         self.model = _make_stage(args, kwargs)
 
     def _call(self, rank: int, function: AnyCallable, args: Args) -> torch.futures.Future[Tree]:
-        name = self.worker_map[dist.get_global_rank(self.group, rank)]
-        return rpc.rpc_async(name, function, args=args)
+        return rpc.rpc_async(self.worker_map[dist.get_global_rank(self.group, rank)], function, args=args)
 
     def _foreach_worker(self, function: AnyCallable, args: Args) -> None:
         for future in [self._call(rank, function, args) for rank in range(1, self.group.size())]:

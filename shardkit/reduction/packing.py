@@ -265,8 +265,7 @@ class JoinedPack:
         if self._elements is None:
             # padding has none; 32 bits, for there is one for each element
             index = torch.full((self._form.first_flag[rank],), len(flags), dtype=torch.int32, device="cpu")
-            here = [p for p in self._form.pieces if p.rank == rank]
-            for k, p in enumerate(here):
+            for k, p in enumerate([p for p in self._form.pieces if p.rank == rank]):
                 index[p.offset : p.offset + p.numel] = k
             self._elements = index.to(flags.device)
         return torch.cat([flags, flags.new_zeros(1)]).index_select(0, self._elements) != 0

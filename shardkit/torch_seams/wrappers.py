@@ -132,7 +132,7 @@ def name_of_torchs(module: nn.Module) -> str:
 @functools.lru_cache(maxsize=256)
 def _wrapper_among(kind: type) -> str | None:
     """Names the wrapper, this library's or torch's, that a class is or derives from; None for all other classes."""
-    known = {**{w: f"shardkit.{w.__name__}" for w in _ours}, **_of_torch()}
+    known = {**dict.fromkeys(_ours, kind.__name__), **_of_torch()}
     return next((name for wrapper, name in known.items() if issubclass(kind, wrapper)), None)
 
 
@@ -172,11 +172,10 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
 def _refuse(wrapper: nn.Module, why: str) -> None:
     kind = type(wrapper).__name__
     raise ConfigurationError(
-        f"{kind} can't wrap this module: {why}. Leave {kind} out. Libraries that add it by themselves: accelerate (and "
-        "transformers' Trainer) leaves it out where it has no mixed precision; where it has, give that to FSDP's "
-        "PrecisionPolicy instead, or use accelerator.prepare_model(model, evaluation_mode=True) in place of "
-        "prepare(model), and prepare() for optimizers and data loaders; give Lightning Fabric a strategy whose "
-        "setup_module returns the module"
+        f"{kind} can't wrap this module: {why}. Leave {kind} out. accelerate and transformers' Trainer add it where "
+        "they have mixed precision: give that to FSDP's PrecisionPolicy, or prepare the model by "
+        "accelerator.prepare_model(model, evaluation_mode=True); give Lightning Fabric a strategy whose setup_module "
+        "returns the module"
     )
 
 

@@ -470,8 +470,7 @@ def read_events(paths: Sequence[str | Path]) -> Kwargs:
             ) from error
         events: Kwargs = found
         return events
-    parts = sorted((read_part(file) for file in files), key=lambda part: part["rank"])
-    return merged(parts)
+    return merged(sorted((read_part(file) for file in files), key=lambda part: part["rank"]))
 
 
 def _files(path: Path) -> list[Path]:

@@ -222,8 +222,8 @@ class GradientMeter:
                 raise GradientOrderError(
                     "a parameter received more gradients than there are backwards in a step "
                     f"(num_gradients_to_accumulate={self.expected}): either step() was not called after that many, or "
-                    "the parameter is used in several re-entrant checkpoints; use checkpoint(..., use_reentrant=False) "
-                    "there"
+                    "the parameter is used in several re-entrant checkpoints; in place of these, or of "
+                    "checkpoint_wrapper, take torch's checkpoint(..., use_reentrant=False)"
                 )
             self._norms.append((group, norm))
 

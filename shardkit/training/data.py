@@ -118,7 +118,7 @@ def _shuffled(samples: int, seed: int, epoch: int) -> torch.Tensor:
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """A ``batch_sampler`` for a DataLoader. Its place is the number of samples that *all ranks* have used of an epoch.
+    """Gives a DataLoader its batches. Its place is the number of samples that *all ranks* have used of an epoch.
 
     Batches have the same samples on any number of ranks, so that a job can go on with fewer or more: rank r takes the
     r-th of W equal parts of each. :class:`ResumableLoader` has one; with torchdata::
@@ -371,7 +371,7 @@ _OURS = frozenset({"batch_size", "sampler", "batch_sampler", "generator"})
 
 
 class ResumableLoader(Generic[T]):
-    """A loader that goes on where it was: after a kill, with other workers, on another number of ranks.
+    """Loads batches and goes on where it was: after a kill, with other workers, on another number of ranks.
 
     ::
 

@@ -61,8 +61,7 @@ def gather_tensors(
         RankMismatchError: dtypes differ between ranks (on all ranks).
         ConfigurationError: a dtype that collectives do not carry, or more than 12 dimensions.
     """
-    chosen = backend_for([tensor], backend)
-    return _gather(tensor.detach(), chosen.group(group).channel("control"))
+    return _gather(tensor.detach(), backend_for([tensor], backend).group(group).channel("control"))
 
 
 def _gather(tensor: torch.Tensor, ranks: Group) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for any device and for gradients of any floating-point dtype.
+    """Scales losses as torch.amp.GradScaler, on any device and for gradients of any floating-point dtype.
 
     It takes the device from what is scaled first. torch's refuses fp16 gradients, which a model in half
     precision has. Use it where every rank holds all gradients; :class:`ShardedGradScaler` also serves there.
@@ -163,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class ShardedGradScaler(GradScaler):
-    """Loss scaling for sharded gradients: an overflow on one rank skips the step, and lowers the scale, on all.
+    """Scales losses of sharded gradients: an overflow on one rank skips the step, and lowers the scale, on all.
 
     ::
 

@@ -200,7 +200,7 @@ _TALKATIVE = (
 
 
 class SkipOutOfMemory:
-    """Around the forwards and backwards of a step: where one rank runs out of memory, all ranks skip the batch.
+    """Makes all ranks skip a batch in whose forwards and backwards, which are inside, one runs out of memory.
 
     ::
 

@@ -99,6 +99,7 @@ NESTED: dict[str, Callable[[], Any]] = {
     "FSDP of DTensors": lambda: FSDP(distributed(plain())),
     "ShardedDDP of DDP": lambda: sharded_ddp(DistributedDataParallel(plain())),
     "ShardedDDP of FSDP": lambda: sharded_ddp(units()),
+    "ShardedDDP of FSDP, with another OSS": lambda: ShardedDDP(units(), OSS(plain().parameters(), lr=0.1)),
     "ShardedDDP of an FSDP part": lambda: sharded_ddp(with_wrapped_layer()),
     "ShardedDDP of DTensors": lambda: sharded_ddp(fully_shard(plain(), dtensors=True)),
     "ShardedDDP of others' DTensors": lambda: sharded_ddp(distributed(plain())),
@@ -128,6 +129,7 @@ def test_wrappers_refuse_each_other(rank: int) -> None:
         assert "DistributedDataParallel can't wrap" in seen[name], seen[name]
         assert "prepare_model(model, evaluation_mode=True)" in seen[name], seen[name]
     assert "its part '2' is a torch.nn.parallel.DistributedDataParallel" in seen["FSDP of a DDP part"]
+    assert "it is a FSDP, which" in seen["ShardedDDP of FSDP, with another OSS"]
 
 
 @on_ranks(2)

@@ -348,14 +348,23 @@ def test_mistakes_are_named_on_every_rank(rank: int, case: str) -> None:
     elif case == "foreign optimizer state":
         model, other = wrapped(linears(WIDTH, 7, 5, 1)), FSDP(nn.Linear(3, 3))
         state = other.gather_full_optim_state_dict(torch.optim.Adam(other.parameters()))
-        if rank == 0:
-            with pytest.raises(ConfigurationError, match="this optimizer state is of a model"):
-                model.get_shard_from_optim_state_dict(state)
+        words = (
+            "this optimizer state is of a model" if rank == 0 else "gather_full_optim_state_dict on rank 0"
+        )
+        with pytest.raises(ConfigurationError, match=words):
+            model.get_shard_from_optim_state_dict(state)
+        with pytest.raises(ConfigurationError, match="Adam has none of the model's shards"):
+            model.gather_full_optim_state_dict(torch.optim.Adam(other.parameters()))
+        plain = linears(WIDTH, 7, 5, 1)
+        groups = torch.optim.Adam([{"params": list(layer.parameters())} for layer in plain[::2]]).state_dict()
+        with pytest.raises(ConfigurationError, match="several groups does not say"):
+            model.get_shard_from_optim_state_dict(groups)
 
 
 def test_policies_refuse_what_can_not_be() -> None:
     for make in (
         lambda: PrecisionPolicy(compute=torch.int32),
+        lambda: PrecisionPolicy(compute="bf16"),  # type: ignore[arg-type]
         lambda: ReshardPolicy(after_forward=0),
         lambda: ReshardPolicy(prefetch=-1),
         lambda: OffloadPolicy(parameters=True, gradients=False),

@@ -371,7 +371,7 @@ class FullyShardedDataParallel(StandIn):
         size, own = size_of(getattr(group, "group", group)), self._state.group
         if None not in (size, own) and size != own.world_size:
             raise ConfigurationError(
-                f"a group of {size} ranks: gradients are reduced among the {own.world_size} that the shards are of"
+                f"a group of {size} ranks: gradients travel among the {own.world_size} that have shards; leave it out"
             )
         self._passed_for_gradients = PassedGroup(group)
 

@@ -59,8 +59,7 @@ class Checkpointing:
         """Returns the function's result, whose activations backward computes again."""
         # What parameters the function uses is not known: those of a module are, others as if there were some.
         near = self.function if isinstance(self.function, nn.Module) else _UNKNOWN
-        value = call_checkpointed(self.function, (self.batch.value,), {}, near=near)
-        return Batch(value, self.batch.index)
+        return Batch(call_checkpointed(self.function, (self.batch.value,), {}, near=near), self.batch.index)
 
     def recompute(self, batch: Batch) -> None:
         """Does nothing: backward comes to it by itself."""

@@ -62,9 +62,10 @@ def by_name(optimizer: StateDict, model: Mapping[str, Tree], params: list[str]) 
     """
     groups = optimizer["param_groups"]
     numbers = [p for group in groups for p in group.get("params", [])]
+    units = {*(optimizer.get("param_id_map") or {}).values()}  # by which fairscale's FSDP numbers them
     if says_names(optimizer):
         names = [name for group in groups for name in group["param_names"]]
-    elif len(groups) == 1 and len(numbers) == len(params):
+    elif len(groups) == 1 and len(numbers) == len(params) and len(units) < 2:
         names = params
     else:
         return None
@@ -106,8 +107,7 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
         if tensor.shape != other.shape or tensor.dtype != other.dtype or not compared(tensor, other)[0]:
             raise ConfigurationError(f"--tied {name}={kept}: their values differ, so they are two weights")
         identity = ("tied", kept) if other.identity is None else other.identity
-        both = dataclasses.replace(other, identity=identity)
-        model[name] = model[kept] = both
+        model[name] = model[kept] = dataclasses.replace(other, identity=identity)
 
 
 _DATA = "__0_0.distcp"
@@ -134,8 +134,7 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
                 torch.save(mapped(value, lambda _, v: v.read() if isinstance(v, StoredTensor) else v), buffer)
                 file.write(buffer.getbuffer())
             box = None if shape is None else ((0,) * len(shape), shape)
-            length = file.tell() - start
-            records.append(Written(_keys(tree, keys), dtype, shape, box, start, length, ""))
+            records.append(Written(_keys(tree, keys), dtype, shape, box, start, file.tell() - start, ""))
     kind = best_hash()
     items = [ManifestItem(dotted(r.path), r.offset, r.length, "") for r in records]
     files = {_DATA: stored_file(path, items, kind)}

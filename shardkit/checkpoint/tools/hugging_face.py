@@ -62,8 +62,7 @@ def _index(path: str) -> tuple[dict[str, str], dict[str, object]]:
 def read_weights(path: str, trust_pickle: bool = False) -> StateDict:
     """Reads the state dict in all files."""
     found: StateDict = {}
-    files = weight_files(path)
-    for file in files:
+    for file in weight_files(path):
         if not os.path.isfile(file):
             raise DamagedFileError(
                 f"{file} is missing, and the index names it; take another copy of the folder"

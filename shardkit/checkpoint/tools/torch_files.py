@@ -181,8 +181,7 @@ class TorchFileWriter:
 
     def write_next(self, blocks: Iterable[memoryview | bytes]) -> None:
         """Writes the bytes of the next of ``tensors``."""
-        tensor = self.tensors[self._written]
-        self._record(f"data/{self._written}", blocks, tensor.nbytes)
+        self._record(f"data/{self._written}", blocks, self.tensors[self._written].nbytes)
         self._written += 1
 
     def __enter__(self) -> TorchFileWriter:
