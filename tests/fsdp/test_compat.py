@@ -185,7 +185,7 @@ def test_a_module_that_was_built_in_another_process(rank: int) -> None:
     for m in get_fsdp_instances(model):  # as fairscale's own tests give groups back after unpickling
         m.process_group_reduce_scatter = torch.distributed.new_group()
     assert model.process_group_reduce_scatter is not model.process_group
-    with pytest.raises(ConfigurationError, match=r"a group of 1 ranks: .* the 2 that the shards are of"):
+    with pytest.raises(ConfigurationError, match=r"a group of 1 ranks: .* the 2 that have shards"):
         model.process_group_reduce_scatter = turned
     torch.manual_seed(3)
     _train_both(model, nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), rank, 2)
