@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_232  # of all source; to be lowered with each release
+LINES = 64_231  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_101,
-    "compat": 9_328,
-    "shardkit": 2_406,  # the files right there
-    "shardkit/checkpoint": 6_508,
+    "backends": 7_097,
+    "compat": 9_327,
+    "shardkit": 2_403,  # the files right there
+    "shardkit/checkpoint": 6_503,
     "shardkit/flattening": 828,
-    "shardkit/fsdp": 11_404,
+    "shardkit/fsdp": 11_403,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
-    "shardkit/optimizer_state": 1_317,
+    "shardkit/optimizer_state": 1_332,
     "shardkit/optimizers": 573,
-    "shardkit/oss": 3_065,
-    "shardkit/pipeline": 1_507,
-    "shardkit/reduction": 1_585,
+    "shardkit/oss": 3_068,
+    "shardkit/pipeline": 1_506,
+    "shardkit/reduction": 1_584,
     "shardkit/tools": 7_450,
-    "shardkit/torch_seams": 1_307,
-    "shardkit/tracing": 1_555,
-    "shardkit/training": 4_730,
+    "shardkit/torch_seams": 1_306,
+    "shardkit/tracing": 1_554,
+    "shardkit/training": 4_729,
     "shardkit/wrapping": 1_001,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
