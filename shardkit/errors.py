@@ -10,8 +10,9 @@ fairscale asserts what it checks of arguments and of the order of calls: what sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from .progress import note_error
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .types import AnyCallable, Tree
 
 _F = TypeVar("_F", bound="AnyCallable")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ShardkitError(RuntimeError):
@@ -130,3 +133,27 @@ def without_arguments(**gone: str) -> Callable[[_F], _F]:
         return cast(_F, checked)
 
     return decorate
+
+
+def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorates what all ranks call together: an error that leaves it is noted, of whatever kind it is."""
+
+    @functools.wraps(method)
+    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            note_error(error)
+            raise
+
+    return noted
+
+
+def check_kinds(given: Mapping[str, object], **kinds: type | UnionType) -> None:
+    """Raises ConfigurationError where one of what is given under these names is of another kind; None never is."""
+    for name, kind in kinds.items():
+        if (value := given.get(name)) is not None and not isinstance(value, kind):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            raise ConfigurationError(
+                f"{name} is {value!r}, a {type(value).__name__}; it has to be a {wanted}"
+            )

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, check_kinds
 
 Frozen = Literal["reshard", "keep", "host", "packed"]
 _CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -74,6 +74,8 @@ class ReducePolicy:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
+        numbers = dict.fromkeys(("bucket_numel", "predivide", "microbatches"), int | float)
+        check_kinds(vars(self), dtype=torch.dtype, compression=Compression, **numbers)
         if self.bucket_numel is not None and self.bucket_numel < 0:
             raise ConfigurationError(f"bucket_numel is {self.bucket_numel}; it must be 0 or more")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
@@ -119,7 +121,9 @@ class PrecisionPolicy:
     masters: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("compute", "buffers", "inputs"):
+        dtypes = dict.fromkeys(("compute", "buffers", "inputs"), torch.dtype)
+        check_kinds(vars(self), compression=Compression, **dtypes)
+        for name in dtypes:
             dtype = getattr(self, name)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise ConfigurationError(f"{name} is {dtype!r}; name a floating dtype, as torch.bfloat16")
@@ -157,6 +161,7 @@ class ReshardPolicy:
     sends_changes: bool = False
 
     def __post_init__(self) -> None:
+        check_kinds(vars(self), after_forward=int, prefetch=int)
         if not isinstance(self.after_forward, bool) and self.after_forward < 1:
             raise ConfigurationError(
                 f"after_forward is {self.after_forward}; name a number of ranks, or a bool"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from typing import Any
 
 _all: weakref.WeakSet[Any] = weakref.WeakSet()  # what has a beginning and an end on all ranks
 
@@ -53,17 +49,3 @@ def note_error(error: BaseException) -> None:
     for listener in _listeners:
         with contextlib.suppress(Exception):  # else its own error would hide the one that it is told of
             listener(error)
-
-
-def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorates what all ranks call together: an error that leaves it is noted, of whatever kind it is."""
-
-    @functools.wraps(method)
-    def noted(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            note_error(error)
-            raise
-
-    return noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -13,10 +14,12 @@ import torch.multiprocessing
 from torch import nn
 
 import shardkit
-from shardkit.nn.data_parallel import ShardedDataParallel
+from shardkit.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
 from shardkit.optim.oss import OSS
 from shardkit.utils.testing import DummyProcessGroup
+from shardkit.wrapping.activations import checkpoint_wrapper
 from tests.beside import batch
+from tests.doors import DOORS
 from tests.pools import on_ranks
 
 
@@ -38,6 +41,42 @@ def test_wrong_optimizer_class(rank: int) -> None:
         shardkit.ShardedDDP(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(shardkit.ConfigurationError, match="partition is 'best'"):
         shardkit.OSS(model.parameters(), partition="best", lr=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["x", None, 3, nn.Linear, [torch.ones(1)]], ids=str)
+@on_ranks(2)
+def test_what_is_no_module_at_every_door(rank: int, wrong: Any) -> None:
+    owner = shardkit.OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+    doors: list[Any] = [*DOORS.values(), FullyShardedDataParallel, checkpoint_wrapper, shardkit.AdaScale]
+    doors.append(lambda module: shardkit.ShardedDDP(module, owner))
+    if not isinstance(wrong, list):
+        doors.append(lambda params: shardkit.OSS(params, torch.optim.SGD, lr=0.1))
+    for door in doors:
+        with pytest.raises(shardkit.ConfigurationError, match=r"takes .*, and got a"):
+            door(wrong)
+
+
+@on_ranks(2)
+def test_options_of_another_kind_at_every_door(rank: int) -> None:
+    """Found: AttributeErrors, and an offload_policy of any kind that torch's words took in silence."""
+    model, dtensors = nn.Linear(2, 2), DOORS["dtensors"]
+    oss = functools.partial(shardkit.OSS, [*model.parameters()], torch.optim.SGD, lr=0.1)
+    policies = "precision reshard offload reduce backend"
+    doors: list[tuple[Any, str]] = [(functools.partial(d, model), policies) for d in (*DOORS.values(),)[:4]]
+    doors += [
+        (functools.partial(dtensors, model), "mp_policy offload_policy ignored_params reshard_after_forward"),
+        (lambda **other: shardkit.ShardedDDP(model, oss(), **other), "reduce backend"),
+        (lambda **other: oss(**other), "broadcast_dtype backend"),
+        (shardkit.ReducePolicy, "dtype compression bucket_numel predivide microbatches"),
+        (shardkit.PrecisionPolicy, "compute buffers inputs compression"),
+        (shardkit.ReshardPolicy, "after_forward prefetch"),
+    ]
+    for door, names in doors:
+        for name in names.split():
+            with pytest.raises(shardkit.ConfigurationError, match=rf"{name} is .*; it has to be a"):
+                door(**{name: object()})
+    with pytest.raises(shardkit.ConfigurationError, match="both dtensors=True and align were passed"):
+        dtensors(model, align=2)
 
 
 @on_ranks(2)

@@ -11,25 +11,25 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_231  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_097,
-    "compat": 9_327,
-    "shardkit": 2_403,  # the files right there
-    "shardkit/checkpoint": 6_503,
-    "shardkit/flattening": 828,
-    "shardkit/fsdp": 11_403,
+    "backends": 7_090,
+    "compat": 9_330,
+    "shardkit": 2_417,  # the files right there
+    "shardkit/checkpoint": 6_483,
+    "shardkit/flattening": 820,
+    "shardkit/fsdp": 11_438,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_332,
-    "shardkit/optimizers": 573,
-    "shardkit/oss": 3_068,
+    "shardkit/optimizers": 572,
+    "shardkit/oss": 3_066,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_584,
-    "shardkit/tools": 7_450,
+    "shardkit/reduction": 1_615,
+    "shardkit/tools": 7_420,
     "shardkit/torch_seams": 1_306,
-    "shardkit/tracing": 1_554,
-    "shardkit/training": 4_729,
-    "shardkit/wrapping": 1_001,
+    "shardkit/tracing": 1_552,
+    "shardkit/training": 4_714,
+    "shardkit/wrapping": 1_003,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set
 

@@ -326,7 +326,7 @@ class C10dWork(Work):
 
 
 # ------------------------------------------------------------ objects between ranks, as tensors of bytes
-def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
+def announce(group: C10dGroup, obj: object, sends: bool, label: str) -> tuple[bytearray, list[int]]:
     """Returns the pickled object, and the number of bytes on every rank."""
     problem: Exception | None = None
     data = bytearray()
@@ -345,8 +345,8 @@ def announce(group: Group, obj: object, sends: bool, label: str) -> tuple[bytear
     return data, counts
 
 
-def sizes_of(group: Group, size: int, label: str) -> list[int]:
-    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.backend.device())
+def sizes_of(group: C10dGroup, size: int, label: str) -> list[int]:
+    sizes = torch.zeros(group.world_size, dtype=torch.int64, device=group.device)
     own = sizes[group.rank : group.rank + 1]
     own.fill_(size)
     group.all_gather_into(sizes, own, label=label)
@@ -358,13 +358,11 @@ def as_tensor(data: bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else _TOKEN.new_empty(0, dtype=torch.uint8)
 
 
-def _buffer(group: Group, numel: int) -> tuple[bytearray, torch.Tensor]:
+def _buffer(group: C10dGroup, numel: int) -> tuple[bytearray, torch.Tensor]:
     buffer = bytearray(numel)
-    if not numel:
-        return buffer, torch.empty(0, dtype=torch.uint8, device=group.backend.device())
-    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-    device = group.backend.device()
-    return buffer, tensor if device.type == "cpu" else torch.empty_like(tensor, device=device)
+    if numel and group.device.type == "cpu":
+        return buffer, torch.frombuffer(buffer, dtype=torch.uint8)
+    return buffer, torch.empty(numel, dtype=torch.uint8, device=group.device)
 
 
 def _parts(buffer: bytearray, received: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
@@ -424,6 +422,11 @@ class C10dGroup(Group):
         self._root: C10dGroup = self if parent is None else parent._root  # all its ranks are connected
         self._agreements = 0
         self._probes: list[TorchWork] = []  # works that may never end
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Has what ranks tell each other in bytes."""
+        return self.backend.device()
 
     def _new_watch(self) -> Watch:
         return Watch(self._store(), self.rank, self.world_size, "watch", self.ranks)
@@ -782,7 +785,7 @@ class C10dGroup(Group):
     def gather_object(self, obj: T, dst: int, *, label: str = "") -> list[T] | None:
         check_member(self, "gather_object", dst)
         packed, sizes = announce(self, obj, True, label)
-        data = as_tensor(packed).to(self.backend.device())
+        data = as_tensor(packed).to(self.device)
         here, world = self.rank == dst, self.world_size
         buffer, everything = _buffer(self, sum(sizes) if here else 0)
         send = [data.numel() if r == dst else 0 for r in range(world)]
@@ -802,7 +805,7 @@ class C10dGroup(Group):
 
     def _gathered(self, data: bytearray, sizes: Sequence[int], label: str) -> list[memoryview]:
         widths = self._widths(sizes)
-        own = as_tensor(data.ljust(widths[self.rank], b"\0")).to(self.backend.device())
+        own = as_tensor(data.ljust(widths[self.rank], b"\0")).to(self.device)
         buffer, everything = _buffer(self, sum(widths))
         self.all_gather_into(everything, own, widths, label=label)
         return [part[:size] for part, size in zip(_parts(buffer, everything, widths), sizes, strict=True)]
@@ -810,7 +813,7 @@ class C10dGroup(Group):
     def _spread(self, data: bytearray, size: int, src: int, label: str) -> memoryview:
         (width,) = self._widths([size])
         if self.rank == src:
-            self.broadcast(as_tensor(data.ljust(width, b"\0")).to(self.backend.device()), src, label=label)
+            self.broadcast(as_tensor(data.ljust(width, b"\0")).to(self.device), src, label=label)
             return memoryview(data)
         buffer, received = _buffer(self, width)
         self.broadcast(received, src, label=label)

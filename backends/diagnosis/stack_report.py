@@ -248,7 +248,11 @@ def issued_of_torch() -> dict[str, int]:
 def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
     """Returns operation, group and peer of the collective that the innermost frame waits in."""
     if frames[0].f_code.co_filename != _C10D:
-        return _waited_work(frames[0])
+        # in one of the caller's variables: a work of torch's; our own calls say more themselves
+        is_ours, held = frames[0].f_code.co_filename.startswith(_BACKENDS), list(frames[0].f_locals.values())
+        waits = not is_ours and _called(frames[0]) == "wait"
+        is_held = waits and any(isinstance(w, dist.Work) and not w.is_completed() for w in held)
+        return "Work.wait" if is_held else "", "", -1
     operation, group, peer = "", "", -1
     for frame in frames:
         if not frame.f_code.co_filename.startswith(_DISTRIBUTED):
@@ -264,16 +268,6 @@ def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
             other = values.get("dst", values.get("src"))
             peer = other if isinstance(other, int) else -1
     return operation, group, peer
-
-
-def _waited_work(frame: FrameType) -> tuple[str, str, int]:
-    """Finds them where the caller waits for a work of torch.distributed that one of its variables holds."""
-    if frame.f_code.co_filename.startswith(_BACKENDS) or _called(frame) != "wait":
-        return "", "", -1  # our own calls say more themselves
-    for value in list(frame.f_locals.values()):
-        if isinstance(value, dist.Work) and not value.is_completed():
-            return "Work.wait", "", -1
-    return "", "", -1
 
 
 def _called(frame: FrameType) -> str:

@@ -641,12 +641,6 @@ class Clock:
         self._used[rank] = used
         return self.seconds[rank]
 
-    def wait_until(self, rank: int, moment: float) -> None:
-        """Lets the rank whose thread calls go on no earlier."""
-        late = max(0.0, moment - self.now(rank))
-        self.seconds[rank] += late
-        self.waited[rank] += late
-
 
 _LAST_WORDS = 2.0  # seconds that ranks get to unwind after a timeout
 
@@ -895,7 +889,9 @@ class RankThreads:
             set_host_random_states(states)
             self._waits.pop(rank, None)
         if meeting.over and meeting.error is None:
-            self.clock.wait_until(rank, meeting.time)
+            late = max(0.0, meeting.time - self.clock.now(rank))  # the rank goes on no earlier
+            self.clock.seconds[rank] += late
+            self.clock.waited[rank] += late
             return
         self._check_alive(rank, call)
         if meeting.error is not None:

@@ -75,6 +75,7 @@ from shardkit.oss import OSS
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.torch_seams.hooks import NO_BACKWARD, callers
 from shardkit.torch_seams.tensors import cut_rows, is_cut, mesh_over, move_buffers, whole
+from shardkit.torch_seams.wrappers import check_modules
 from shardkit.training.whole_parameters import WholeParameters
 from shardkit.types import AnyCallable, Args, Kwargs, ParamGroup, ProcessGroup, SavedState, StateDict, Tree
 from shardkit.wrapping.context import WrapContext, wrap_tree
@@ -160,6 +161,7 @@ class FullyShardedDataParallel(StandIn):
                 )
         if device_mesh is not None and process_group is not None:
             raise ConfigurationError("pass process_group or device_mesh, not both: a mesh has its groups")
+        check_modules([module], type(self).__name__)
         ignored = ignored_of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             below = {**given, "ignored_states": [*ignored.modules, *ignored.parameters]}

@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..checks import attempt, some
-from ..errors import ConfigurationError, DamagedFileError
+from ..errors import ConfigurationError, DamagedFileError, noting_errors
 from ..launching.run_folder import note_checkpoints
 from ..layout import Box
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, Slot, whole
-from ..progress import noting_errors
 from ..torch_seams.tensors import narrowed
 from ..types import ProcessGroup, StateDict, Tree
 from .collecting import Parts, backend_and_ranks, holder_for

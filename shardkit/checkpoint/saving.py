@@ -35,12 +35,13 @@ from ..errors import (
     FileNotWrittenError,
     RankMismatchError,
     ShardkitError,
+    noting_errors,
 )
 from ..fsdp.state import units_in
 from ..launching.run_folder import note_checkpoints
 from ..optimizer_state.forms import kinds_everywhere
 from ..optimizer_state.kinds import Leaf, Ranks
-from ..progress import note_error, noting_errors
+from ..progress import note_error
 from ..types import ProcessGroup, Tree
 from .collecting import (
     Collected,

@@ -8,8 +8,8 @@ import os
 import torch
 from torch import nn
 
+from ..errors import noting_errors
 from ..fsdp.sharded_api import Names, raising_together, sharding_of
-from ..progress import noting_errors
 from ..torch_seams.tensors import named_parts
 from .files.writing import folder_written_whole
 from .tools.hugging_face import SafetensorsFiles, check_shard_size

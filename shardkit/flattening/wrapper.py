@@ -305,7 +305,8 @@ class FlattenParamsWrapper(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: Any) -> None:
         # Here, not in load_state_dict: torch calls this for wrappers inside of other modules too.
-        has_flat = has_flat_keys(state_dict, prefix)
+        old, own = prefix + OLD_FLAT_NAME, prefix + FLAT_PREFIX  # not those of wrappers inside
+        has_flat = any(k == old or (k.startswith(own) and "." not in k[len(prefix) :]) for k in state_dict)
         if self.is_flattened and self.num_params_managed > 0 and not has_flat:  # it needs real parameters
             self._unflattened_for_load = self.flat_params
             self._unflatten_params()
@@ -576,15 +577,6 @@ def rename_prefix(state_dict: MutableMapping[str, Any], old: str, new: str) -> N
     """Makes keys that begin with ``old`` begin with ``new``, in place; they go to the end."""
     for key in [k for k in state_dict if k.startswith(old)]:
         state_dict[new + key[len(old) :]] = state_dict.pop(key)
-
-
-def has_flat_keys(state_dict: SavedState, prefix: str) -> bool:
-    """Says whether the dict has flat parameters for the wrapper at ``prefix``; not for those within it."""
-    start = prefix + OLD_FLAT_NAME
-    return any(
-        key == start or (key.startswith(prefix + FLAT_PREFIX) and "." not in key[len(prefix) :])
-        for key in state_dict
-    )
 
 
 def translates_loaded() -> bool:

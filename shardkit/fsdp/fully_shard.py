@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from types import CodeType, MethodType
@@ -28,14 +28,13 @@ import torch
 from torch import nn
 
 from ..backend import Backend, backend_for, is_group, not_compiled
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, check_kinds, noting_errors
 from ..layout import Align, AlignedLayout, EachAlone, RowsLayout
 from ..optimizer_state.forms import check_request
 from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from ..progress import noting_errors
 from ..reduction.ordered import refuse_local
-from ..torch_seams.hooks import watch_halves
+from ..torch_seams.hooks import callers, watch_halves
 from ..torch_seams.tensors import WholeMesh, cut, is_dtensor, shards_and_replicas_of
 from ..torch_seams.wrappers import AccelerateAsks, check_modules, check_wrappable
 from ..types import AnyCallable, Args, IncompatibleKeys, Kwargs, Memo, ProcessGroup, StateDict, Tree
@@ -116,7 +115,11 @@ def fully_shard(
     """
     if unknown := torchs_words.keys() - set(TorchsWords._fields):
         raise TypeError(f"fully_shard() got an unexpected keyword argument {min(unknown)!r}")
-    words, given = TorchsWords(**torchs_words), [module] if isinstance(module, nn.Module) else [*module]
+    if torchs_words:
+        _check_words(torchs_words)
+    one: Tree = module
+    is_one = isinstance(one, nn.Module) or not isinstance(one, Iterable)
+    words, given = TorchsWords(**torchs_words), [one] if is_one else [*one]
     check_modules(given, "fully_shard()")
     if not given or len(set(given)) < len(given):
         found = "a module twice" if given else "an empty list of modules"
@@ -156,6 +159,7 @@ def fully_shard(
         placement=words.shard_placement_fn,
         keeps_dtype=words.keeps_dtype(),
     )
+    _refuse_both("dtensors=True", "align", align if dtensors else None)
     _check(given, units, dtensors)
     companions: list[ShardingState] = []
     for members, other, said in on_others:
@@ -173,6 +177,13 @@ def fully_shard(
         if words.mp_policy is not None:
             words.cast_outputs_of(state.module)
     return module
+
+
+def _check_words(words: TorchsArguments) -> None:
+    from torch.distributed import fsdp
+
+    kinds = {"mp_policy": fsdp.MixedPrecisionPolicy, "offload_policy": fsdp.OffloadPolicy}
+    check_kinds(words, ignored_params=Iterable, reshard_after_forward=int, **kinds)
 
 
 def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
@@ -213,6 +224,8 @@ class InPlace:
         self._is_refused = False
 
     def install(self) -> None:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+
         module, state = self._state.door, self._state
         handle: Any
         hooks: Any
@@ -226,9 +239,10 @@ class InPlace:
         module.register_state_dict_post_hook(partial(self._end_state_dict))  # torch notes something on it
         module.register_load_state_dict_post_hook(self._end_load)
         # what is asked of a module by these names: by its parent, torch.distributed.checkpoint, accelerate
-        module.__dict__["_apply"] = self._apply
-        module.__dict__["_fqn_modifiers"] = self._fqn_modifiers
-        module.__dict__["_is_accelerate_prepared"] = AccelerateAsks()
+        own = module.__dict__
+        own["_apply"], own["_fqn_modifiers"] = self._apply, self._fqn_modifiers
+        own["_is_accelerate_prepared"] = AccelerateAsks()
+        own[REGISTRY_KEY] = Registry(own.get(REGISTRY_KEY, ()))
         if state.options.dtensors:
             module.__class__ = sharded_class(type(module))
             note_state_for_torch(module)
@@ -537,9 +551,7 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: object, outputs: 
 
 def _refuse_both(torchs: str, ours: str, given: object) -> None:
     if given is not None:
-        raise ConfigurationError(
-            f"both {torchs} and {ours} were passed, which say the same thing; leave one out"
-        )
+        raise ConfigurationError(f"both {torchs} and {ours} were passed, which both say how; leave one out")
 
 
 # Where messages lie is decided here too: a memory that a process group recommends is none of these.
@@ -903,7 +915,7 @@ class AsTorchsState:
     _fsdp_param_groups = property(lambda state: [state])
     _comm_ctx = comm_ctx = property(lambda state: state, lambda state, ctx: None)  # shared already
     all_states = property(lambda state: [_torchs_state(s.door) for s in state._state.states()])
-    _is_root = property(lambda state: state._state.is_root, lambda state, _: state.__getattr__("_is_root ="))
+    _is_root = property(lambda state: state._state.is_root, lambda state, _: _refuse_torchs())
     shard_mesh_size = property(lambda state: state._state.group.world_size)
     post_forward_mesh_info = property(
         lambda state: None if state._state.unit.keep_after_forward else state,
@@ -928,6 +940,27 @@ class AsTorchsState:
         )
 
 
+def _refuse_torchs() -> NoReturn:
+    raise ConfigurationError(
+        "torch's fully_shard can't be around a module that is sharded by shardkit: it would shard the shards. Shard "
+        "all of the model with one of them; where ours lists rows, torch's can leave them out (ignored_params)"
+    )
+
+
+class Registry(dict[str, object]):
+    """Lists torch's composable functions of a module; of these ``fully_shard`` asks here if the module is for it."""
+
+    def __contains__(self, name: object) -> bool:
+        asking = sys._getframe(1)
+        if asking.f_code.co_name == "_is_composable_with_fsdp":
+            found = [
+                f.f_locals["ignored_params"] for f in callers() if f.f_code.co_name == "_get_managed_modules"
+            ]
+            if not {*asking.f_locals["module"].parameters()} <= set(*filter(None, found)):
+                _refuse_torchs()
+        return super().__contains__(name)
+
+
 def note_state_for_torch(module: nn.Module) -> None:
     """Lets torch's ``fully_shard.state(module)`` and ``_get_module_fsdp_state(module)`` find it."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -936,7 +969,7 @@ def note_state_for_torch(module: nn.Module) -> None:
     module.__dict__[STATE_KEY] = states = ComposableStates(module, module.__dict__.get(STATE_KEY, {}))
     states.of_module = _torchs_state(module)
     _insert_module_state(module, cast("Any", states.of_module))  # which holds it weakly
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()  # for torch's replicate
+    module.__dict__[REGISTRY_KEY]["fully_shard"] = RegistryItem()  # for torch's replicate
 
 
 class ComposableStates(dict[object, object]):

@@ -480,7 +480,12 @@ def step_in_backward(optimizer: Optimizer) -> Iterator[None]:
             of :class:`~shardkit.SkipOutOfMemory`.
     """
     steps = _steps.get(optimizer)
-    if steps is None or steps.are_of_others(optimizer):
+    # made for others than it lists by now, or those are elsewhere
+    if (
+        steps is None
+        or steps.listed != _listed(optimizer)
+        or any(f.store.landing is None for f in steps.parts)
+    ):
         steps = _StepsByUnit(optimizer)
         _steps[optimizer] = steps
     steps.begin(optimizer)
@@ -504,7 +509,7 @@ class _StepsByUnit:
                 f"there before backward ends; it is for torch's {names_of_elementwise()}. Call step() after backward; "
                 "if it updates every element by itself: shardkit.declare_elementwise"
             )
-        self._listed = _listed(optimizer)
+        self.listed = _listed(optimizer)
         are_there = False
         found: dict[FlatParam, list[list[nn.Parameter]]] = {}  # by what they are of, of each group
         for k, group in enumerate(optimizer.param_groups):
@@ -513,8 +518,8 @@ class _StepsByUnit:
                 if listing is not None and listing.flat.offloaded is not None:
                     are_there = True
                     if listing.flat.store.landing is not None:
-                        found.setdefault(listing.flat, [[] for _ in self._listed])[k].append(param)
-        self._parts = {flat: _part_of(optimizer, params) for flat, params in found.items()}
+                        found.setdefault(listing.flat, [[] for _ in self.listed])[k].append(param)
+        self.parts = {flat: _part_of(optimizer, params) for flat, params in found.items()}
         self._stepped: set[FlatParam] = set()
         self._thread = 0  # that runs the block; backward may run in others
         if not are_there:  # else one rank that has all of them may need no copy
@@ -522,16 +527,11 @@ class _StepsByUnit:
                 "step_in_backward: the optimizer lists no shards on the host that the device has a copy of; shard with "
                 "offload=OffloadPolicy(masters=True), or call step() after backward"
             )
-        if any(flat.reduce.order is not None for flat in self._parts):
+        if any(flat.reduce.order is not None for flat in self.parts):
             raise ConfigurationError(
                 'step_in_backward with ReducePolicy(order="fixed"): a step waits for other micro-batches there; call '
                 "step() after the last one"
             )
-
-    def are_of_others(self, optimizer: Optimizer) -> bool:
-        """Says whether the optimizer lists other parameters by now, or they are elsewhere."""
-        is_moved = any(flat.store.landing is None for flat in self._parts)
-        return is_moved or _listed(optimizer) != self._listed
 
     def begin(self, optimizer: Optimizer) -> None:
         """Steps from now on follow each unit's gradient."""
@@ -545,7 +545,7 @@ class _StepsByUnit:
         first_steps.before(optimizer, is_due=False)
         first_steps.by_unit.add(optimizer)
         self._stepped, self._thread = set(), threading.get_ident()
-        for flat, part in self._parts.items():
+        for flat, part in self.parts.items():
             part.state = optimizer.state
             copy_options(optimizer.param_groups, part.param_groups)
             if (landing := flat.store.landing) is not None:
@@ -554,7 +554,7 @@ class _StepsByUnit:
     def end(self, optimizer: Optimizer) -> None:
         """Gives gradients back to the program."""
         first_steps.by_unit.discard(optimizer)
-        for flat in self._parts:
+        for flat in self.parts:
             if (landing := flat.store.landing) is not None:
                 landing.then = None
 
@@ -567,12 +567,12 @@ class _StepsByUnit:
         self._refuse_scaled()
         self._refuse_skipping()
         self._stepped.add(flat)
-        part = self._parts[flat]
+        part = self.parts[flat]
         part.step()
         part.zero_grad()
 
     def _refuse_skipping(self) -> None:
-        if not may_be_skipped.isdisjoint(self._parts):
+        if not may_be_skipped.isdisjoint(self.parts):
             raise LifecycleError(
                 "step_in_backward inside of SkipOutOfMemory: a unit's step could not be taken back where a rank runs "
                 "out of memory later in this backward. Call step() behind the with of SkipOutOfMemory"
@@ -589,7 +589,7 @@ class _StepsByUnit:
     def step_rest(self, optimizer: Optimizer) -> None:
         """Steps what is sharded otherwise or not at all, and what this backward did not reach."""
         self._refuse_scaled()
-        for flat in self._parts:
+        for flat in self.parts:
             if flat not in self._stepped:
                 self._step(flat)
         optimizer.step()  # over what has a gradient still

@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..checks import facts_of_all, objects_of
-from ..errors import ConfigurationError, LifecycleError, RankFailedError
+from ..errors import ConfigurationError, LifecycleError, RankFailedError, noting_errors
 from ..optimizer_state.forms import gather_by_id, mark_shards, shard_by_id
 from ..optimizers.shards import refuse_stand_ins
-from ..progress import noting_errors
 from ..reduction.compression import Run, difference, mixed_sum
 from ..reduction.ordered import refuse_local
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, check_kinds
 from ..layout import AlignedLayout, ShardLayout, in_runs
 from ..optimizers.shards import given_way
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -107,6 +107,10 @@ class Options:
     mark_step: bool = False
     casts_inputs: bool = True
     casts_root_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        kinds = {"precision": PrecisionPolicy, "reshard": ReshardPolicy, "offload": OffloadPolicy}
+        check_kinds(vars(self), reduce=ReducePolicy, backend=str | Backend, **kinds)
 
     @classmethod
     def given(cls, device: torch.device | str | None, **options: Any) -> Options:

@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from ..backend import Backend, callees_compiled
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, noting_errors
 from ..flattening.wrapper import FlatParameter, FlattenParamsWrapper, translates_loaded
 from ..layout import Align, AlignedLayout, RowsLayout
 from ..optimizer_state.forms import check_request
 from ..optimizers.shards import listing_of
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
-from ..progress import noting_errors
 from ..torch_seams.hooks import callers
 from ..torch_seams.tensors import shards_and_replicas_of
 from ..torch_seams.wrappers import (

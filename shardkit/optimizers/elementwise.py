@@ -192,13 +192,12 @@ def _keeps_elements(make: Maker, device: torch.device) -> bool:
         group = tree_leaves([v for k, v in optimizer.param_groups[0].items() if k != "params"])
         kept = [v for v in (*state, *group) if not isinstance(v, torch.Tensor) or v.numel() == 1]
         numbers.append([str(float(v)) for v in kept if isinstance(v, int | float | torch.Tensor)])
-    return numbers[0] == numbers[1] and all(_is_by_element(v, param.numel()) for v in state)
-
-
-def _is_by_element(value: object, numel: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() in (1, numel)
-    return value is None or isinstance(value, bool | int | float | str)
+    sizes, plain = (
+        {v.numel() for v in state if isinstance(v, torch.Tensor)},
+        torch.Tensor | bool | int | float | str,
+    )
+    others = [v for v in state if v is not None and not isinstance(v, plain)]
+    return numbers[0] == numbers[1] and sizes <= {1, param.numel()} and not others
 
 
 def _switch_to_training(optimizer: Optimizer) -> None:

@@ -30,7 +30,7 @@ from ..checks import (
     parameter_fact,
     refuse_lazy,
 )
-from ..errors import ConfigurationError, LifecycleError, ShardkitError
+from ..errors import ConfigurationError, LifecycleError, ShardkitError, check_kinds, noting_errors
 from ..layout import balanced_owners, greedy_owners
 from ..optimizer_state.forms import current_request, is_called_by
 from ..optimizer_state.kinds import check_form, check_same_state, check_state, to_cpu, with_leaves
@@ -44,7 +44,7 @@ from ..optimizers.shards import (
     options_of,
     refuse_shards,
 )
-from ..progress import note_error, noting_errors
+from ..progress import note_error
 from ..reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from ..torch_seams.hooks import BackwardState
 from ..torch_seams.tensors import group_of
@@ -118,6 +118,12 @@ class OSS(Optimizer):
         **defaults: object,
     ) -> None:
         check_optimizer_class(optim, refused=OSS)
+        sent = {"broadcast_dtype": broadcast_dtype, "backend": backend}
+        check_kinds(sent, broadcast_dtype=torch.dtype, backend=str | Backend)
+        if not isinstance(params, Iterable) or isinstance(params, str | nn.Module):
+            raise ConfigurationError(
+                f"OSS takes parameters, and got a {type(params).__name__}: model.parameters()"
+            )
         if partition not in ("greedy", "balanced"):
             raise ConfigurationError(f"partition is {partition!r}; choose 'greedy' or 'balanced'")
         self._keeps_masters, self._built = masters, False

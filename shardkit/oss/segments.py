@@ -306,7 +306,9 @@ class SegmentGradient(MarkedTensor):
             if func is torch._foreach_mul_:
                 return torch._foreach_mul_([_gradient_of(g) for g in args[0]], *args[1:])
             if func is _UNSCALE:
-                return _unscale(*args)
+                _UNSCALE([_gradient_of(g) for g in args[0]], *args[1:])
+                groups = {g.segment.group for g in args[0] if isinstance(g, SegmentGradient)}
+                return agree_on_overflow(groups, args[1])
         raise ConfigurationError(
             f"{what} needs the gradients of parameters, which on this device lie reduced in flat segments, a part on "
             "each rank; clip with OSS.clip_grad_norm, scale with ShardedGradScaler, and read gradients in hooks of "
@@ -337,8 +339,3 @@ def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
     held = _gradient_of(gradient)
     local = local_norm([held], order, torch.zeros((), dtype=held.dtype, device=held.device))
     return global_norm(local, order, gradient.segment.group, "norm of gradients, for torch.nn.utils")
-
-
-def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    _UNSCALE([_gradient_of(g) for g in gradients], found_inf, inv_scale)
-    agree_on_overflow({g.segment.group for g in gradients if isinstance(g, SegmentGradient)}, found_inf)

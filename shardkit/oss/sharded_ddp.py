@@ -25,10 +25,9 @@ from ..checks import (
     refuse_writers,
     shape_fact,
 )
-from ..errors import ConfigurationError, LifecycleError
+from ..errors import ConfigurationError, LifecycleError, check_kinds, noting_errors
 from ..optimizers.shards import IN_BACKWARD, refuse_steps_in_backward
 from ..policy import ReducePolicy
-from ..progress import noting_errors
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, order_in_words, refuse_local, refuse_other
 from ..torch_seams.tensors import group_of
@@ -105,6 +104,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         check_modules([module], type(self).__name__)
         super().__init__()
         check_wrappable(module, type(self).__name__)
+        check_kinds({"reduce": reduce, "backend": backend}, reduce=ReducePolicy, backend=str | Backend)
         policy = reduce or ReducePolicy()
         if policy.predivide is not None:
             raise ConfigurationError(
@@ -297,15 +297,10 @@ def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: Red
         if isinstance(o, AroundOSS):
             refuse_other(policy, f"{type(o).__name__}, which compares ranks' gradients")
             o = o.optimizer
-        if isinstance(o, nn.Module):
-            raise ConfigurationError(
-                f"in place of the optimizer there is a {type(o).__name__}, a module; pass the OSS that owns the "
-                "parameters: ShardedDDP(module, OSS(module.parameters(), ...))"
-            )
         if not isinstance(o, OSS):
+            what = "a module; pass" if isinstance(o, nn.Module) else "which shards nothing; wrap it first:"
             raise ConfigurationError(
-                f"the optimizer is a {type(o).__name__}; wrap it first: OSS(module.parameters(), "
-                f"optim={type(o).__name__}, ...)"
+                f"in place of an OSS there is a {type(o).__name__}, {what} OSS(module.parameters(), optim=..., ...)"
             )
         optimizers.append(o)
     return optimizers

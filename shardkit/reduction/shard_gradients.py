@@ -12,6 +12,7 @@ first norms stay this rank's; only that of the stack sums over ranks: one collec
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -21,13 +22,15 @@ from types import FunctionType
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch.amp import GradScaler
 from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError, LifecycleError
-from ..optimizers.shards import take_part
+from ..optimizers.shards import shard_behind, take_part
 from ..torch_seams.tensors import (
     MarkedTensor,
     alike,
@@ -358,6 +361,8 @@ def gradient_class(
     if name in made and not kept:
         return made[name]
     take_part(_in_steps)
+    _meet_in_scalers()
+    _reduced_among.update((p, weakref.ref(group)) for p in kept)
     facts: StateDict = {"group_of": weakref.ref(group), "has_padding": has_padding, "instead": instead}
     # whose gradients have the class
     facts["kept"], facts["in_order"] = [weakref.ref(p) for p in kept], in_order
@@ -469,6 +474,32 @@ def agree_on_overflow(groups: Iterable[Group], found_inf: torch.Tensor) -> None:
     for group in ordered:
         label = "whether a gradient overflowed, for torch.amp.GradScaler"
         group.channel("control").all_reduce(found_inf, op=ReduceOp.MAX, label=label)
+
+
+# by parameter, the ranks of which one alone gets its gradient
+_reduced_among: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@functools.cache
+def _meet_in_scalers() -> None:
+    """Makes ranks meet once in an optimizer's unscaling: they may have gradients of one dtype, of several, or none."""
+    unscale = GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def met(self: GradScaler, optimizer: Optimizer, inv_scale: Tree, found_inf: Tree, fp16: bool) -> Tree:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        groups = {s.group for p in params if (s := shard_behind(p)) is not None and s.group.world_size > 1}
+        groups.update(g for p in params if (g := _reduced_among.get(p, type(None))()) is not None)
+        if not groups:
+            return unscale(self, optimizer, inv_scale, found_inf, fp16)
+        check_whole(groups)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = unscale(self, optimizer, inv_scale, found_inf, fp16)
+        flag = sum([f.to(found_inf.device) for f in found.values()], found_inf)
+        agree_on_overflow(groups, flag)
+        return {flag.device: flag}
+
+    GradScaler._unscale_grads_ = met  # type: ignore[method-assign, assignment]
 
 
 # ------------------------------------------------------------ steps

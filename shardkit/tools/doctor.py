@@ -291,7 +291,11 @@ def _alone(world_size: int) -> Examination:
 
 
 def _examine_rank(rank: int, variables: Mapping[str, str]) -> _Told:
-    hosts = _names(gathered(machine_id()))
+    # what differs on another machine, or in another container: the name first
+    ids = [socket.gethostname(), _read(Path("/proc/sys/kernel/random/boot_id"))]
+    with contextlib.suppress(OSError):
+        ids.append(os.readlink("/proc/self/ns/net"))
+    hosts = _names(gathered(tuple(ids)))
     machine, before = look(len(set(hosts)), variables, hosts[rank]), segments()
     files, links = measure_files(), measure_links(hosts)
     sent, again = (now - then for now, then in zip(segments(), before, strict=True))
@@ -411,8 +415,10 @@ def look(machines: int, environment: Mapping[str, str] = os.environ, host: str =
     name, address = socket.gethostname(), ""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(name)  # what it stands for here
-    host = host or name
-    found = Machine(host, address, _versions(), _devices(), _limits(), _memory(), interfaces())
+    host, limits = host or name, {}  # soft and hard ones; -1: none
+    for kind, number in (("open_files", resource.RLIMIT_NOFILE), ("locked_memory", resource.RLIMIT_MEMLOCK)):
+        limits[kind], limits[f"{kind}_hard"] = resource.getrlimit(number)
+    found = Machine(host, address, _versions(), _devices(), limits, _memory(), interfaces())
     count = int(str(found.devices["count"]))
     checks = [
         *_check_versions(found.versions),
@@ -477,14 +483,6 @@ def _check_devices(devices: dict[str, object]) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------ limits and memory
-def _limits() -> dict[str, int]:
-    """Returns soft and hard limits; -1: none."""
-    limits = {}
-    for name, number in (("open_files", resource.RLIMIT_NOFILE), ("locked_memory", resource.RLIMIT_MEMLOCK)):
-        limits[name], limits[f"{name}_hard"] = resource.getrlimit(number)
-    return limits
-
-
 def _memory() -> dict[str, int]:
     """Returns bytes of each kind of memory."""
     memory = {}
@@ -650,14 +648,6 @@ def _address(name: str) -> str:
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
     return ""
-
-
-def machine_id() -> tuple[str, ...]:
-    """Returns facts that differ on another machine or in another container: the name first."""
-    ids = [socket.gethostname(), _read(Path("/proc/sys/kernel/random/boot_id"))]
-    with contextlib.suppress(OSError):
-        ids.append(os.readlink("/proc/self/ns/net"))
-    return tuple(ids)
 
 
 def check_names(

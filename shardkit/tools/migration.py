@@ -140,7 +140,11 @@ class _Rewriting:
             elif isinstance(node, ast.Constant):
                 self._string(node)
             elif isinstance(node, ast.JoinedStr):
-                self._formatted(node)
+                # reports; before Python 3.12 the tree has wrong places for what is inside
+                self._skipped.update(n for n in ast.walk(node) if isinstance(n, ast.Constant))
+                for text in (part.value for part in node.values if isinstance(part, ast.Constant)):
+                    if isinstance(text, str) and text.startswith("fairscale.") and not text.endswith("="):
+                        self._notes.add(Note(node.lineno, f"the string {text!r}... names fairscale"))
 
     def result(self) -> Rewritten:
         self._notes |= {Note(line, text) for text, (line, _) in self._said.items()}
@@ -235,14 +239,6 @@ class _Rewriting:
             line = bisect.bisect_right(self._lines, mentions[0]) if mentions else node.lineno
             text = f"the string {node.value!r} names fairscale" + (f"; {said}" if said else "")
             self._notes.add(Note(line, text))
-
-    def _formatted(self, node: ast.JoinedStr) -> None:
-        """Reports; before Python 3.12 the tree has wrong places for what is inside."""
-        self._skipped.update(n for n in ast.walk(node) if isinstance(n, ast.Constant))
-        for part in node.values:
-            text = part.value if isinstance(part, ast.Constant) else ""
-            if isinstance(text, str) and text.startswith("fairscale.") and not text.endswith("="):
-                self._notes.add(Note(node.lineno, f"the string {text!r}... names fairscale"))
 
     # ------------------------------------------------------------ what is collected
     def _place(self, line: int, column: int) -> int:

@@ -468,7 +468,13 @@ def new_figure(width: float, height: float) -> Figure:
 
 def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     """Writes a picture (SVG, PNG or PDF, by the file's name) of one step; a row for each rank, named by unit."""
-    start, end = _time_of(trace, step)
+    numbers = {number for rank in trace.ranks.values() for number, _, _ in rank.steps}
+    step = max(numbers, default=None) if step is None else step
+    if numbers and step not in numbers:
+        raise ConfigurationError(f"there is no step {step} in this trace; it has {sorted(numbers)}")
+    times = [(a, b) for rank in trace.ranks.values() for number, a, b in rank.steps if number == step]
+    times = times or [(rank.start, rank.end) for rank in trace.ranks.values()]
+    start, end = min(a for a, _ in times), max(b for _, b in times)
     figure = new_figure(13, 1.6 + 0.9 * len(trace.ranks))
     from matplotlib.patches import Patch
 
@@ -515,17 +521,6 @@ def _pieces(moments: Sequence[Activity], start: float, end: float) -> Iterator[t
         left, right = max(alike[0].start, start), min(alike[-1].end, end)
         if right > left:
             yield left, right, kind, label
-
-
-def _time_of(trace: Trace, step: int | None) -> tuple[float, float]:
-    steps = {number for rank in trace.ranks.values() for number, _, _ in rank.steps}
-    if not steps:
-        return min(r.start for r in trace.ranks.values()), max(r.end for r in trace.ranks.values())
-    step = max(steps) if step is None else step
-    if step not in steps:
-        raise ConfigurationError(f"there is no step {step} in this trace; it has {sorted(steps)}")
-    times = [(a, b) for rank in trace.ranks.values() for number, a, b in rank.steps if number == step]
-    return min(a for a, _ in times), max(b for _, b in times)
 
 
 def _shown(moment: Activity) -> tuple[str, str]:

@@ -188,6 +188,13 @@ class Metrics:
             on_device = sum(self._timer.seconds(first, second) for first, second in self._marks)
             self._waited = max(self._waited, on_device)
         seconds, steps = (now() - self._began) / 1e9, self._steps
+        device, counted = self._group.backend.device(), torch.accelerator.current_accelerator()
+        if counted is not None and device.type == counted.type:
+            peak = int(torch.accelerator.max_memory_allocated(device))
+        else:  # of the process; not in bytes but on macOS
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+                1 if sys.platform == "darwin" else 1024
+            )
         record: Record = {
             "step": self._count,
             "time": time.time(),
@@ -195,7 +202,7 @@ class Metrics:
             "gathered_bytes": round(self._gathered / steps),
             "reduced_bytes": round(self._reduced / steps),
             "exposed_wait_s": self._waited / steps,
-            "peak_memory_bytes": _peak_memory(self._group.backend.device()),
+            "peak_memory_bytes": peak,
         }
         if self._losses:
             record["loss"] = _mean(self._losses)
@@ -212,15 +219,6 @@ def _mean(values: Sequence[Number]) -> float:
     tensors = [value.float().mean() for value in values if isinstance(value, torch.Tensor)]
     total = float(torch.stack(tensors).sum()) if tensors else 0.0
     return (total + sum(float(v) for v in values if not isinstance(v, torch.Tensor))) / len(values)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Returns the most bytes so far, in tensors of a device that counts them, else of the process."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and device.type == accelerator.type:
-        return int(torch.accelerator.max_memory_allocated(device))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
 
 
 def _sink(

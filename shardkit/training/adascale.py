@@ -66,15 +66,6 @@ def initial_state(groups: int) -> State:
     }
 
 
-def add_groups(state: State, count: int) -> None:
-    """Extends the averages by groups that have not been measured yet."""
-    before = state[SQUARE].numel()
-    for name, values in list(state.items()):
-        if name.endswith("_count") and values.numel() == 1:
-            values = values.expand(before)  # until now all groups had the same
-        state[name] = torch.cat([values, values.new_full((count,), float(name == SQUARE))])
-
-
 def update_average(state: State, name: str, value: torch.Tensor, smoothing: float, debias: bool) -> None:
     """Takes a step's estimate [G] into the moving average ``state[name]``.
 
@@ -445,6 +436,8 @@ class AdaScale(Optimizer):
         backend: str | Backend | None = None,
     ) -> None:
         # Optimizer's own constructor is not called: its parts are the wrapped optimizer's
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigurationError(f"AdaScale takes an optimizer, and got a {type(optimizer).__name__}")
         if lists_stand_ins(optimizer):
             raise ConfigurationError(
                 f"AdaScale measures the gradients of parameters, and {type(optimizer).__name__} lists what stands for "
@@ -662,7 +655,11 @@ class AdaScale(Optimizer):
         self._refuse_amid_step("add_param_group()")
         averages, before = self._averages, len(self.param_groups)
         self._optimizer.add_param_group(pg)
-        add_groups(averages, len(self.param_groups) - before)
+        measured, count = averages[SQUARE].numel(), len(self.param_groups) - before
+        for name, values in list(averages.items()):
+            if name.endswith("_count") and values.numel() == 1:
+                values = values.expand(measured)  # until now all groups had the same
+            averages[name] = torch.cat([values, values.new_full((count,), float(name == SQUARE))])
         self._averaging.note_parameters()
         self._meter.attach(self._averaging.measured())
 

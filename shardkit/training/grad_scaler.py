@@ -216,8 +216,7 @@ class ShardedGradScaler(GradScaler):
                 "this ShardedGradScaler was unpickled, and process groups can't be pickled; set `scaler.group` to the "
                 "process group first (None for all ranks)"
             )
-        owners = _of_owners(optimizer)
-        if group is None and owners is not None:
+        if group is None and (owners := _of_owners(optimizer)) is not None:
             _, group = owners
         return backend_for([tensor], self._backend).group(group)
 
@@ -326,10 +325,8 @@ def _of_owners(optimizer: Tree) -> tuple[Callable[[], Sequence[torch.Tensor]], P
 
     None of one that updates all of its parameters on every rank.
     """
-    try:
-        return (optimizer.gradients, optimizer.group) if callable(optimizer.gradients) else None
-    except AttributeError:
-        return None
+    offer = getattr(optimizer, "gradients", None)
+    return (offer, optimizer.group) if callable(offer) and hasattr(optimizer, "group") else None
 
 
 def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from ..backend import DONE, Backend, Copy, backend_for, not_compiled
 from ..errors import LifecycleError
 from ..torch_seams.hooks import in_fields
+from ..torch_seams.wrappers import check_modules
 
 __all__ = ["checkpoint_wrapper"]
 
@@ -330,6 +331,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Mo
     Returns:
         The same module.
     """
+    check_modules([module], "checkpoint_wrapper()")
     patch_batchnorm(module)
     before = vars(module).get("forward")
     inner = before._inner if isinstance(before, _CheckpointedForward) else before

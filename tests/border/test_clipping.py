@@ -367,6 +367,36 @@ def test_an_optimizer_that_skips_by_itself(strategy: str, unscale: bool) -> None
     run((2, "gloo"), _overflow, strategy, unscale, {"fused": True})
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("kind", ["none", "another dtype", "none of a shard"])
+@on_ranks(2, 3)
+def test_ranks_that_scale_have_no_gradients_or_of_other_dtypes(
+    rank: int, world_size: int, kind: str, unscale: bool
+) -> None:
+    """Found: torch's AssertionError on the rank without any, and two meetings on a rank of two dtypes."""
+    model = nn.ModuleList(Cast(4, 4, False) for _ in range(world_size + 1 if kind == "another dtype" else 1))
+    if kind == "another dtype":
+        model[-1].to(torch.bfloat16)
+    if kind == "none of a shard":
+        model.append(Cast(4, 4, False))
+        module = FSDP(model)
+        optimizer: Any = torch.optim.SGD(module.parameters(), 0.1)
+    else:
+        optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+        module = ShardedDDP(model, optimizer)
+    model.forward = lambda x: sum(m(x).sum() for m in (model[:1] if len(model) == 2 else model))  # type: ignore[method-assign]
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(module(torch.full((2, 4), float("inf" if step == 1 and rank == 0 else 1)))).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (SCALE if step == 0 else SCALE / 2)
+    assert all(torch.isfinite(v).all() for v in module.state_dict().values())
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(*GLOO)
 def test_the_sharded_scaler(rank: int, world_size: int, strategy: str) -> None:

@@ -76,9 +76,6 @@ What is not covered:
   or without gradients: a forward with them that one rank alone runs counts as one whose backward was left out. Inside
   of `no_sync` nothing is counted. Where ranks agree to leave out a batch of which one of them has run no forward,
   they do so inside of `uneven()`.
-- `torch.amp.GradScaler` over `ShardedDDP` in a step in which a rank owns no gradient (fewer parameters than ranks, or
-  all that it owns are frozen): torch's "No inf checks were recorded" there, OutOfStepError on the others.
-  `ShardedGradScaler` asks all ranks.
 - A program that catches OutOfStepError or RankLostError on all ranks and goes on in the same groups: over gloo, what
   nobody has taken of the calls that differed may meet a later one, which then waits for the process group's timeout.
   Let the ranks end (`shardkit run --restarts` begins anew from the last checkpoint), or make other groups.

@@ -509,9 +509,19 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
         register_fsdp_forward_method(model, "nothing")
     with pytest.raises(ConfigurationError, match="Each distinct composable distributed API"):
         fully_shard(model)
-    around: Any = torchs_fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=flat)), mesh=flat)
-    with pytest.raises(AttributeError, match=r"by shardkit, .* Torch's fully_shard can't be around it"):
-        around(torch.zeros(1, 2))
+    rows = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    for inside in (fully_shard(nn.Linear(2, 2), mesh=flat), rows):
+        with pytest.raises(
+            ConfigurationError, match="torch's fully_shard can't be around a module that is sharded"
+        ):
+            torchs_fully_shard(nn.Sequential(inside), mesh=flat)
+        around: Any = torchs_fully_shard(
+            nn.Sequential(inside), mesh=flat, ignored_params={*inside.parameters()}
+        )
+        if inside is not rows:
+            with pytest.raises(ConfigurationError, match="torch's fully_shard can't be around"):
+                around(torch.zeros(1, 2))
+    around(torch.zeros(1, 2)).sum().backward()
     with pytest.raises(ConfigurationError, match="Invalid shard_placement_fn result 1 for 'weight'"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: 1)
     with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
@@ -992,8 +1002,8 @@ def test_small_words_of_torchs(rank: int) -> None:
     assert model._get_fsdp_state()._mp_policy == MixedPrecisionPolicy()
     inner.set_reshard_after_backward(False)
     assert not state._fsdp_param_group.reshard_after_backward
-    for change in ("_is_root", "mesh_info"):
-        with pytest.raises(AttributeError):
+    for change, error in (("_is_root", ConfigurationError), ("mesh_info", AttributeError)):
+        with pytest.raises(error):
             setattr(state, change, None)
 
 

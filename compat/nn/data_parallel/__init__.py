@@ -31,6 +31,7 @@ from shardkit.optimizers.shards import shard_behind
 from shardkit.oss.sharded_ddp import ShardedDDP
 from shardkit.policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from shardkit.torch_seams.hooks import NO_BACKWARD
+from shardkit.torch_seams.wrappers import check_modules
 from shardkit.training.adascale import AdaScale
 from shardkit.types import Args, Kwargs, Memo, ProcessGroup, StateDict, Tree
 
@@ -282,6 +283,7 @@ class FullyShardedDataParallel(StandIn):
         if fp32_reduce_scatter and not mixed_precision:
             raise ConfigurationError("fp32_reduce_scatter requires mixed_precision=True")
         self._passed_group = PassedGroup(process_group)
+        check_modules([module], type(self).__name__)
         self._passed_for_gradients = PassedGroup(process_group_reduce_scatter)
         precision = PrecisionPolicy(
             buffers=buffer_dtype, inputs=torch.float32 if force_input_to_fp32 else None

@@ -294,7 +294,11 @@ class Reading:
     def result(self) -> Data:
         self.open()
         found = self._interpret(self._names, self._storage)
-        self._raise_what_is_wrong(found)
+        if self._wrong:
+            (key, what), others = self._wrong[0], len(self._wrong) - 1
+            path = _path_to(found, self.storages[key].memory)
+            more = f" ({others} more tensors are damaged)" if others else ""
+            raise Damage(f"tensor {path!r}: {what}{more}" if path is not None else f"a tensor: {what}{more}")
         return self._interpret(self._names, self._storage) if self._moves_storages() else found
 
     def _interpret(self, named: SavedState, storage: Callable[[tuple[object, ...]], Storage]) -> Data:
@@ -330,15 +334,6 @@ class Reading:
         """Returns a tensor of a device that has no storages (XLA), which was saved as one of the CPU."""
         target = self._device or torch.device(device)
         return whole(tensor).to(dtype=dtype, device=target).requires_grad_(requires_grad)
-
-    # ------------------------------------------------------------ damage
-    def _raise_what_is_wrong(self, found: Tree) -> None:
-        if not self._wrong:
-            return
-        (key, what), others = self._wrong[0], len(self._wrong) - 1
-        path = _path_to(found, self.storages[key].memory)
-        more = f" ({others} more tensors are damaged)" if others else ""
-        raise Damage(f"tensor {path!r}: {what}{more}" if path is not None else f"a tensor: {what}{more}")
 
     # ------------------------------------------------------------ devices
     def _moves_storages(self) -> bool:

@@ -50,7 +50,13 @@ def write_atomically(
             file.flush()
             os.fsync(file.fileno())
         if old is not None:
-            _take_over(temporary, old)
+            now = os.stat(temporary)
+            if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+                with contextlib.suppress(
+                    PermissionError
+                ):  # others' files stay theirs only where that is allowed
+                    os.chown(temporary, old.st_uid, old.st_gid)
+            os.chmod(temporary, stat.S_IMODE(old.st_mode))
         if before_replacing is not None:
             before_replacing()
         os.replace(temporary, target)
@@ -159,15 +165,6 @@ def _began(process: str) -> float | None:
             boot = next(int(line.split()[1]) for line in file if line.startswith("btime "))
         return boot + ticks / os.sysconf("SC_CLK_TCK")
     return None
-
-
-def _take_over(temporary: str, old: os.stat_result) -> None:
-    """Takes over owner and permissions of what is replaced."""
-    now = os.stat(temporary)
-    if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
-        with contextlib.suppress(PermissionError):  # others' files stay theirs only where that is allowed
-            os.chown(temporary, old.st_uid, old.st_gid)
-    os.chmod(temporary, stat.S_IMODE(old.st_mode))
 
 
 def sync(path: str) -> None:

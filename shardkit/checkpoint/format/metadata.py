@@ -136,7 +136,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> TableOfContents:
         raise ConfigurationError(f"{os.fspath(folder)} has no {METADATA}: it is no checkpoint")
     try:
         with open(path, "rb") as file:
-            return _table(PickleMachine(_NAMES, _refuse_storage, _set_state).run(io.BytesIO(file.read())))
+            return _contents(PickleMachine(_NAMES, _refuse_storage, _set_state).run(io.BytesIO(file.read())))
     except NotData as found:
         raise UntrustedFileError(
             f"{path} is not read, since it holds what is in no table of contents that torch writes: "
@@ -212,10 +212,14 @@ def _of_kind(value: Tree, kind: str) -> Instance:
     return value
 
 
-def _table(found: Tree) -> TableOfContents:
+def _contents(found: Tree) -> TableOfContents:
     root = _of_kind(found, "Metadata")
     records = dict(_records(typed(root.get("storage_data"), dict, "storage_data")))
-    _check_overlaps(records.values())
+    file, end = "", 0
+    for record in sorted(records.values()):
+        if record.file == file and record.offset < end:  # a folder would hold more bytes than it has
+            raise ValueError(f"{record.name!r} lies in another record of {file!r}")
+        file, end = record.file, record.offset + record.length
     table = TableOfContents({}, {}, {})
     given = root.get("planner_data")
     paths = given if type(given) is dict else {}
@@ -253,15 +257,6 @@ def _records(places: Mapping[Tree, Tree]) -> Iterator[tuple[tuple[str, Shape | N
             raise ValueError(f"{name!r} lies nowhere")
         offsets = index.get("offset")
         yield (name, None if offsets is None else natural(offsets)), Record(file, offset, length, name)
-
-
-def _check_overlaps(records: Iterable[Record]) -> None:
-    """Refuses records in each other: a folder would hold more bytes than it has."""
-    file, end = "", 0
-    for record in sorted(records):
-        if record.file == file and record.offset < end:
-            raise ValueError(f"{record.name!r} lies in another record of {file!r}")
-        file, end = record.file, record.offset + record.length
 
 
 def _tensor(name: str, facts: Instance, records: Mapping[tuple[str, Shape | None], Record]) -> TensorEntry:

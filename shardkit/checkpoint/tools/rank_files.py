@@ -60,11 +60,13 @@ class SavedParameter(NamedTuple):
 def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParameter]:
     """Yields all that torch_xla's state dicts with these keys hold, by their shard_metadata."""
     for key in keys:
-        wrapper, shard = _split_at_shard(key)
-        if shard is None:  # buffers are rank 0's
+        parts = key.split(".")
+        at = next((k for k, part in enumerate(parts) if part.startswith(PREFIX)), None)
+        if at is None:  # buffers are rank 0's
             yield SavedParameter(clean(key), key, None)
             continue
-        info = facts["shard_info"][wrapper][shard]
+        wrapper = ".".join(parts[:at])
+        info = facts["shard_info"][wrapper][".".join(parts[at:])]
         path = f"{wrapper}.{info['_orig_name']}" if wrapper else info["_orig_name"]
         if not info["_orig_name"].startswith(FLAT):
             yield SavedParameter(clean(path), key, tuple(info["_orig_size"]))
@@ -73,15 +75,6 @@ def parameters_in(keys: Iterable[str], facts: SavedState) -> Iterator[SavedParam
         for name, shape, numel in zip(*facts["flatten_info"][path], strict=True):
             yield SavedParameter(clean(f"{holder}.{name}"), key, tuple(shape), start)
             start += numel
-
-
-def _split_at_shard(key: str) -> tuple[str, str | None]:
-    """Returns path of the wrapper and name of the shard, for a key of a state dict; no name if it is of no shard."""
-    parts = key.split(".")
-    for k, part in enumerate(parts):
-        if part.startswith(PREFIX):
-            return ".".join(parts[:k]), ".".join(parts[k:])
-    return key, None
 
 
 METADATA_KEY = "shard_metadata"

@@ -139,15 +139,6 @@ STRATEGIES: dict[str, Callable[..., Sharded]] = {
 }
 
 
-def fullest_rank(strategy: str, model: nn.Module, world_size: int) -> int:
-    if strategy != "sharded_ddp":
-        return 0
-    params = list(model.parameters())
-    loads = [0] * world_size
-    greedy_owners([p.numel() for p in params], [p.requires_grad for p in params], loads)
-    return loads.index(max(loads))
-
-
 def fsdp2_padding(model: nn.Module, world_size: int) -> dict[str, float]:
     """Tells by label of a unit how much more of it travels where FSDP2 pads the first dimension of each parameter."""
     found = {}
@@ -499,7 +490,10 @@ class _MetaTraining:
         self._resized: dict[int, torch.Tensor] = {}
         model = subject.model()
         self._numel = sum(p.numel() for p in model.parameters())
-        fullest = fullest_rank(strategy, model, ranks)
+        loads, params = [0] * ranks, list(model.parameters())
+        if strategy == "sharded_ddp":
+            greedy_owners([p.numel() for p in params], [p.requires_grad for p in params], loads)
+        fullest = loads.index(max(loads))
         self._backend = CountingBackend(ranks, fullest, self._note_resized, on_host)
         self._sharded: Sharded = STRATEGIES[strategy](subject, model, self._backend)
         self._is_on_host = strategy == "fsdp-masters"

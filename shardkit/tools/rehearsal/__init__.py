@@ -145,7 +145,13 @@ class Report:
         yield f"{self.name} on {counted(len(self.ranks), 'simulated rank')}: " + (
             "every rank came to its end" if self.is_good else "RANKS CAN'T GO ON"
         )
-        yield from self._troubles()
+        if self.hang is not None:
+            yield f"\n{self.hang.what}"
+            yield "\nWhere each rank stood:"
+            for text, ranks in ranks_by(self.hang.stands).items():
+                yield f"  {said_of(ranks, text)}"
+        if self.failure is not None and self.failure.remote_type not in ("OutOfStepError", "RankLostError"):
+            yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
         uneven = self.uneven_batches()
         if uneven:
             yield "\nUneven batches: with a step for each batch, ranks with more of them wait for ever."
@@ -182,15 +188,6 @@ class Report:
         if pairs:
             apart = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs]
             yield f"they differ by at most {max(apart):.1e} (step {apart.index(max(apart)) + 1} of {len(pairs)})"
-
-    def _troubles(self) -> Iterator[str]:
-        if self.hang is not None:
-            yield f"\n{self.hang.what}"
-            yield "\nWhere each rank stood:"
-            for text, ranks in ranks_by(self.hang.stands).items():
-                yield f"  {said_of(ranks, text)}"
-        if self.failure is not None and self.failure.remote_type not in ("OutOfStepError", "RankLostError"):
-            yield f"\nThe first error, on rank {self.failure.rank}:\n{self.failure.remote_traceback.rstrip()}"
 
     def _by_kind(self) -> list[tuple[Sent, int, int]]:
         """Lists those of rank 0; those that send most first."""

@@ -815,18 +815,16 @@ class Heart:
                 if to_tell is not None:
                     self._was_told.set()
                 for other in self._heard:
-                    if store.check([f"beat/{other}"]):
-                        self._hear(other, store.get(f"beat/{other}"))
+                    if not store.check([f"beat/{other}"]):
+                        continue
+                    beats, self._names[other], told = json.loads(store.get(f"beat/{other}"))
+                    if beats != self._counts[other]:
+                        self._counts[other], self._heard[other] = beats, time.monotonic()
+                    if told is not None:
+                        self._told[other] = FailureNotice(*told)
                 self._round = time.monotonic()
             self._wake.wait(_PERIOD)
             self._wake.clear()
-
-    def _hear(self, other: int, beat: bytes) -> None:
-        count, self._names[other], told = json.loads(beat)
-        if count != self._counts[other]:
-            self._counts[other], self._heard[other] = count, time.monotonic()
-        if told is not None:
-            self._told[other] = FailureNotice(*told)
 
 
 # ------------------------------------------------------------ a run from its beginning to its end

@@ -25,7 +25,7 @@ from torch.optim import LBFGS, AdamW, Optimizer
 
 from ...backend import Group, ReduceOp, not_compiled
 from ...checks import attempt, check_same_everywhere, objects_of, option_facts, problems_of_ranks
-from ...errors import ConfigurationError, LifecycleError
+from ...errors import ConfigurationError, LifecycleError, noting_errors
 from ...fsdp.flat_param import FlatParam
 from ...fsdp.optimizer_check import agree_on_step
 from ...fsdp.state import state_of
@@ -41,7 +41,7 @@ from ...optimizer_state.kinds import (
 )
 from ...optimizers.elementwise import Maker, Verdict, couples_parameters, is_known_elementwise, judge
 from ...optimizers.shards import AgreedOptions, copy_options, numbered, options_of
-from ...progress import note_error, noting_errors
+from ...progress import note_error
 from ...types import Kwargs, ParamGroup, SavedState, StateDict, Tree
 from .exchange import (
     Bringing,
@@ -105,16 +105,6 @@ class Inner:
                 )
             del self.optimizer.state[param]
         self.shown = -1
-
-    def whole_states(self) -> dict[str, StateDict]:
-        """Returns the state of the parameters that are updated here as a whole, by name."""
-        if self.optimizer is None:
-            return {}
-        return {
-            spans[0][0].name: self.optimizer.state.get(param, {})
-            for param, spans in self.spans.items()
-            if spans[0][1] is None
-        }
 
 
 class Placing:
@@ -993,8 +983,9 @@ def own_part(
         for inner in inners:
             there = [part for part in inner.members if isinstance(by_name.get(part.name), dict)]
             states = [(repr(part.name), part.shape, by_name[part.name]) for part in there]
-            whole = inner.whole_states()
-            own = [whole.get(part.name, {}) for part in there]
+            whole = {s[0][0].name: p for p, s in inner.spans.items() if s[0][1] is None}
+            kept: Tree = {} if inner.optimizer is None else inner.optimizer.state
+            own = [kept.get(whole.get(part.name), {}) for part in there]
             check_state(states, own, is_known_elementwise(inner.rule.build))
     except ConfigurationError as error:
         problem = error

@@ -772,7 +772,12 @@ class SlowMomentum:
             )
         self.started = True
         self._outer = self._velocity = torch.empty(0)  # x_0 and u, of the own shard
-        now = [_laid_out_as(p, values.get(p, p)) for p in params]
+        now = [values.get(p, p) for p in params]
+        for k, (p, value) in enumerate(zip(params, now, strict=True)):
+            if value.stride() != p.stride():  # laid out as it is
+                now[k] = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(
+                    value.view(p.shape)
+                )
         for shard, pieces in self._shards(now):
             if self._owns(shard):
                 self._outer = torch.cat([values for _, values in pieces]).to(params[0])
@@ -825,12 +830,6 @@ class SlowMomentum:
             velocity.mul_(self._options.momentum).add_((outer - values) / lr)
             outer.sub_(velocity * (self._options.lr * lr))
             values.copy_(outer)
-
-
-def _laid_out_as(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if value.stride() == p.stride():
-        return value
-    return torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value.view(p.shape))
 
 
 # ------------------------------------------------------------ by fairscale's name
