@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shardkit.backend import DONE, Copy, ReduceOp, Sizes, Work
+from shardkit.backend import DONE, Copy, Group, ReduceOp, Sizes, Work
 from shardkit.errors import BackendError, ConfigurationError
 from shardkit.types import Tree
 
@@ -294,6 +294,8 @@ class StreamGroup(C10dGroup):
             pieces = list(torch.split_with_sizes(output, parts))
             work = self._start(self.process_group.allgather, [pieces], [shard])
         return self._issue([work], "all_gather_into", numel, label, async_op)
+
+    _all_gather_others = Group._all_gather_others
 
     def _reduce_scatter(
         self, shard: Tensor, input: Tensor, parts: Sizes, op: ReduceOp, async_op: bool, label: str

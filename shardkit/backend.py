@@ -227,8 +227,9 @@ class Group(OutsideGraphs, abc.ABC):
         *,
         async_op: bool = False,
         label: str = "",
+        with_own: bool = True,
     ) -> Work:
-        """Gathers all shards in ``output``, in group order."""
+        """Gathers all shards in ``output``, in group order; where this saves a copy, its own only if ``with_own``."""
         own, world_size = shard.numel(), self.world_size
         # as check_parts, which costs a call
         flat = output.dim() == shard.dim() == 1 and output.is_contiguous() and shard.is_contiguous()
@@ -236,7 +237,9 @@ class Group(OutsideGraphs, abc.ABC):
             parts = [own] * world_size
         else:
             parts = check_parts(self, "all_gather_into", output, shard, sizes)
-        return self._all_gather(output, shard, parts, async_op, label)
+        if with_own:
+            return self._all_gather(output, shard, parts, async_op, label)
+        return self._all_gather_others(output, shard, parts, async_op, label)
 
     @not_compiled
     def reduce_scatter_into(
@@ -356,6 +359,12 @@ class Group(OutsideGraphs, abc.ABC):
     @abc.abstractmethod
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
         """Gathers [S] to [N]."""
+
+    def _all_gather_others(
+        self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str
+    ) -> Work:
+        """Gathers [S] to [N], of which this rank's own slice may stay as it is."""
+        return self._all_gather(output, shard, parts, async_op, label)
 
     @abc.abstractmethod
     def _reduce_scatter(

@@ -546,22 +546,28 @@ class C10dGroup(Group):
 
     # ------------------------------------------------------------ collectives
     def _all_gather(self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str) -> Work:
-        """Has each rank broadcast its slice of ``output`` in place: nothing is copied, no buffer is needed.
+        if output.requires_grad or shard.requires_grad:
+            output, shard = output.detach(), shard.detach()
+        before = sum(parts[: self.rank])
+        if output.data_ptr() + before * output.element_size() != shard.data_ptr():
+            output[before : before + shard.numel()].copy_(shard)
+        return self._all_gather_others(output, shard, parts, async_op, label)
+
+    def _all_gather_others(
+        self, output: Tensor, shard: Tensor, parts: Sizes, async_op: bool, label: str
+    ) -> Work:
+        """Has each rank broadcast its shard to its slice of ``output``: nothing is copied, no buffer is needed.
 
         Two ranks exchange theirs, which costs gloo half of what two broadcasts do.
         """
-        if output.requires_grad or shard.requires_grad:
-            output, shard = output.detach(), shard.detach()
-        pieces = torch.split_with_sizes(output, parts)
-        own = pieces[self.rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        pieces = [*torch.split_with_sizes(output, parts)]
+        pieces[self.rank] = shard
         if self._order is not None and not self._order.expects(  # here, for it would cost a call
             key := ("all_gather_into", output.numel(), label)
         ):
             self._turn(self._order, key)
         if output.dtype not in self._dtypes:
-            pieces = tuple(map(as_bytes, pieces))
+            pieces = list(map(as_bytes, pieces))
         group = self.process_group
         try:
             if self.world_size == 2 and 0 not in parts:

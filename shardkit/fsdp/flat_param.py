@@ -225,17 +225,24 @@ class Unpacking:
         self._world_size, self._sizes = layout.world_size, [block.shard_numel for block in blocks]
         items = full.split([block.padded_numel for block in blocks])
         self._places = [_as_parts(item, block) for item, block in zip(items, blocks, strict=True)]
+        self._of_rank = [[place[rank] for place in self._places] for rank in (0, 1)[: self._world_size]]
         self._in_runs = layout.runs > 1
 
     def unpack(self, gathered: torch.Tensor) -> None:
         """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""
-        rows = gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1)
+        self._copy(gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1), self._places)
+
+    def unpack_rank(self, rank: int, shard: torch.Tensor) -> None:
+        """Copies what one of two ranks has, [S]."""
+        self._copy(shard, self._of_rank[rank])
+
+    def _copy(self, rows: torch.Tensor, places: list[torch.Tensor]) -> None:
         if not self._in_runs:
-            torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._places)
+            torch.split_with_sizes_copy(rows, self._sizes, dim=-1, out=places)
             return
-        parts = torch.split_with_sizes(rows, self._sizes, dim=1)
-        shaped = [part.view(place.shape) for part, place in zip(parts, self._places, strict=True)]
-        torch._foreach_copy_(self._places, shaped)
+        parts = torch.split_with_sizes(rows, self._sizes, dim=-1)
+        shaped = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
+        torch._foreach_copy_(places, shaped)
 
 
 def unpacked(gathered: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
@@ -598,6 +605,7 @@ class Stored(Store):
     """
 
     serves_on = True  # views of the memory may be saved for backward
+    _unpack_rank: Callable[[int, torch.Tensor], None] | None = None
 
     def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
@@ -623,7 +631,8 @@ class Stored(Store):
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         self._unpack: Callable[[torch.Tensor], None] | None = None
         if self._group.world_size > 1 and (isinstance(self._layout, PackedLayout) or self._layout.runs > 1):
-            self._unpack = Unpacking(self._layout, full).unpack
+            unpacking = Unpacking(self._layout, full)
+            self._unpack, self._unpack_rank = unpacking.unpack, unpacking.unpack_rank
         self.memory = full.untyped_storage()._cdata
         self._kept_views = KeptViews(self.memory, self._originals, self._layout)
 
@@ -674,9 +683,11 @@ class Stored(Store):
             if self._group.world_size == 1:
                 work = DONE
             else:
-                # a call less
-                gather = self._over.all_gather_into if flat.on_gather is None else self._gather
-                work = gather(full, self._own, async_op=True, label=flat.label)
+                if flat.on_gather is not None:  # here, for it would cost a call
+                    flat.on_gather(full, self._own)
+                work = self._over.all_gather_into(
+                    full, self._own, async_op=True, label=flat.label, with_own=False
+                )
         self.in_flight = work, full
 
     @torch.no_grad()
@@ -723,8 +734,13 @@ class Stored(Store):
             if self._unpack is None:
                 self._rows.copy_(values)
             else:
+                own = None if self.arrives_in is None else self.arrives_in.own
                 with torch.no_grad():
-                    self._unpack(values)
+                    if own is None or self._unpack_rank is None:
+                        self._unpack(values)
+                    else:
+                        self._unpack_rank(1 - self._group.rank, values)
+                        self._unpack_rank(self._group.rank, own)
             if self.arrives_in is not None:
                 self.arrives_in.leave()
                 self.arrives_in = None
@@ -924,6 +940,10 @@ def start_together(stores: Sequence[Store], after: Sequence[torch.Tensor]) -> No
 class Joined:
     """The shards of one or more stores as one message, [W, sum of S], of which each store copies its part."""
 
+    # The shard's memory, where one of two ranks sends it from there: only the other's arrives in the message, and half
+    # a unit is copied less.
+    own: torch.Tensor | None = None
+
     def __init__(self, stores: tuple[Stored, ...]) -> None:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
         self._stores, self._backend, self._waiting = stores, first._backend, 0
@@ -931,8 +951,14 @@ class Joined:
         # made when first needed, maybe in an evaluation; used in training, too
         with torch.inference_mode(False):
             self._full = torch.empty(world_size * sum(sizes), dtype=first._dtype, device=first._device)
-            self._own = own_part(self._full, first._group)
-            self._parts = torch.split_with_sizes(self._full.view(world_size, -1), sizes, dim=1)
+            self._part = own_part(self._full, first._group)
+            rows = self._full.view(world_size, -1)
+            self._parts = torch.split_with_sizes(rows, sizes, dim=1)
+            self._other = (
+                rows[1 - first._group.rank]
+                if world_size == 2 and len(stores) == 1 and first._unpack_rank
+                else None
+            )
         self._backend.release_storage(self._full)
 
     def start(self) -> None:
@@ -942,14 +968,20 @@ class Joined:
             store.state = GATHERING
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
-        label = first._flat.label
-        if len(stores) == 1:
-            self._own.copy_(first.sent())  # casts, and comes from the host
-        else:
-            torch.cat([store.sent().to(first._device) for store in stores], out=self._own)  # casts
+        label, parts, sent = first._flat.label, self._parts, first.sent()
+        self.own = None
+        if len(stores) > 1:
+            torch.cat([store.sent().to(first._device) for store in stores], out=self._part)  # casts
             label = f"{label} and {len(stores) - 1} more"
-        work = first._gather(self._full, self._own, async_op=True, label=label)
-        for store, part in zip(stores, self._parts, strict=True):
+        elif self._other is not None and sent.dtype == first._dtype and sent.device == first._device:
+            self.own, parts = sent, (self._other,)
+        else:
+            self._part.copy_(sent)  # casts, and comes from the host
+        shard = self._part if self.own is None else sent
+        if first._flat.on_gather is not None:
+            first._flat.on_gather(self._full, shard)
+        work = first._over.all_gather_into(self._full, shard, async_op=True, label=label, with_own=False)
+        for store, part in zip(stores, parts, strict=True):
             store.in_flight, store.arrives_in = (work, part), self
 
     def leave(self) -> None:

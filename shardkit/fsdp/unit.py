@@ -125,7 +125,7 @@ class _CustomGroup:
 
     @not_compiled
     def all_gather_into(
-        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = ""
+        self, output: torch.Tensor, shard: torch.Tensor, *, async_op: bool = False, label: str = "", **_: bool
     ) -> Work:
         full, rank = self._like(output), self._channel.rank
         own = full[rank * shard.numel() : (rank + 1) * shard.numel()].copy_(shard)

@@ -207,7 +207,7 @@ class FlatParameters:
             return self._changed.send(self._label)
         if wire_dtype is None or self._buffer.dtype != torch.float32:
             return self._group.all_gather_into(
-                self._buffer, self._own, self._layout.sizes, async_op=True, label=self._label
+                self._buffer, self._own, self._layout.sizes, async_op=True, label=self._label, with_own=False
             )
         wire = torch.empty_like(self._buffer, dtype=wire_dtype)
         start = self._layout.start(self._group.rank)
