@@ -78,10 +78,11 @@ class UnitModule(FlattenParamsWrapper):
         return {"": "_fpw_module"}
 
     def __setattr__(self, name: str, value: Tree) -> None:
-        """Sets as on any module, but under names that torch_fsdp lists shards under, where forward would not look."""
+        """Sets as on any module, but not where forward would not look: buffers of the wrapped one become its."""
         if name.startswith("_flat_param") and all(value is not p for p in self.flat_params):
             raise put_into_wrapper(name)
-        super().__setattr__(name, value)
+        inner = self._modules.get("_fpw_module") or self
+        nn.Module.__setattr__(inner if name in inner._buffers else self, name, value)
 
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
     def forward(self, *inputs: object, **kwinputs: object) -> Tree:

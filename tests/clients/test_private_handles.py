@@ -16,6 +16,7 @@ from shardkit import sharding_of
 from shardkit.backend import backend_of_job
 from shardkit.errors import LifecycleError
 from shardkit.torch_fsdp import MixedPrecision, ShardingStrategy
+from shardkit.torch_fsdp.wrap import ModuleWrapPolicy
 from shardkit.torch_fsdp2 import fully_shard
 from tests.compat.torch_fsdp_programs import CPU, FSDP, INNER, adam, batch, loss_of, net, same, train
 from tests.pools import on_ranks
@@ -160,3 +161,19 @@ def test_a_copy_of_torchs_function_sets_when_parameters_are_given_back(rank: int
         loss_of(model, rank, 0)
         kept = [unit.keep_after_forward for unit in sharding_of(model)._state.engine.units]
         assert kept == [not gives_back] * 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_buffers_are_replaced_by_their_names(rank: int, use_orig_params: bool) -> None:
+    plain = net().eval()
+    policy = ModuleWrapPolicy({nn.BatchNorm1d})
+    model = FSDP(net(), auto_wrap_policy=policy, device_id=CPU, use_orig_params=use_orig_params).eval()
+    x = batch(0, 0)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            others = {name: buffer + 0.5}
+            mine = torch.func.functional_call(model, others, (x,))
+            others = {name.replace("_fsdp_wrapped_module.", ""): buffer + 0.5}
+            torch.testing.assert_close(mine, torch.func.functional_call(plain, others, (x,)))
+    torch.testing.assert_close(model(x), plain(x))
