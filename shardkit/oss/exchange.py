@@ -184,8 +184,9 @@ class InFlight(NamedTuple):
 class ToOwners:
     """Leaves means with owners alone, who have to tell them from gradients of their own."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = list(params)
+    def __init__(self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group) -> None:
+        self._params, self._group = list(params), group
+        self._elsewhere = {p for p, owner in zip(params, owners, strict=True) if owner != group.rank}
         self._is_mean = [False] * len(self._params)
 
     def means(self) -> set[nn.Parameter]:
@@ -193,8 +194,10 @@ class ToOwners:
         return {p for p, mean in zip(self._params, self._is_mean, strict=True) if mean and p.grad is not None}
 
     def adopt_means(self, means: set[nn.Parameter]) -> None:
-        """Takes over what an earlier reducer had reduced."""
-        self._is_mean[:] = [p in means for p in self._params]
+        """Takes over what has been reduced before; what all ranks got, as no optimizer had it, only owners keep."""
+        for p in means & self._elsewhere:
+            p.grad = None
+        self._is_mean[:] = [p in means and p.grad is not None for p in self._params]
 
 
 class Reducer(ToOwners):
@@ -220,10 +223,8 @@ class Reducer(ToOwners):
         reduced: type[torch.Tensor],
         may_send: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().__init__(params)
+        super().__init__(params, owners, group)
         self._reduced, self._may_send = reduced, may_send
-        self._owned = [owner == group.rank for owner in owners]
-        self._group = group
         self._world = group.world_size
         self._state = state
         self._fired = [False] * len(self._params)
@@ -248,7 +249,7 @@ class Reducer(ToOwners):
         """Yields for each parameter what to call before and after it gets a gradient."""
         bucket_of = {i: (k, b) for k, b in enumerate(self.buckets) for i in b.indices}
         return [
-            (p, self._before(i) if self._owned[i] else None, self._after(i, *bucket_of[i]))
+            (p, None if p in self._elsewhere else self._before(i), self._after(i, *bucket_of[i]))
             for i, p in enumerate(self._params)
         ]
 
@@ -872,8 +873,8 @@ class SparseReducer(ToOwners):
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], group: Group, state: BackwardState
     ) -> None:
-        super().__init__(params)
-        self._owners, self._group, self._state = list(owners), group, state
+        super().__init__(params, owners, group)
+        self._owners, self._state = list(owners), state
 
     def hooks(self) -> list[tuple[nn.Parameter, GradientHook | None, GradientHook]]:
         after = begin_only(self._state)

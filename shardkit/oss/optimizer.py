@@ -714,8 +714,7 @@ def collect(
         everybody = objects_of(group, mine, recipient_rank, f"consolidate_state_dict of {placement.name}")
     if everybody is None:
         return None
-    merged = {i: s for part in everybody for i, s in part.items()}
-    return dict(sorted(merged.items()))
+    return dict(sorted({i: s for part in everybody for i, s in part.items()}.items()))
 
 
 def check_loadable(state_dict: StateDict, groups: list[ParamGroup]) -> None:

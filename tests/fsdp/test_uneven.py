@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
@@ -472,6 +473,7 @@ def test_ranks_that_meet_once_do_what_they_like(rank: int) -> None:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
     plain.which = found.which = 1  # rank 0's last call was of the other branch
+    torch.testing.assert_close(_loss(copy.deepcopy(found), 5), _loss(plain, 5), rtol=1e-12, atol=0.0)
     with shardkit.uneven(found):  # ranks are in step again
         for _ in range(2 * rank):
             _loss(found, 5).backward()
@@ -771,13 +773,19 @@ class Two(nn.Module):
         return self.layers[k](x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("is_added", [False, True])
 @on_ranks(2)
-def test_gradients_from_before_stay_means(rank: int) -> None:
-    """The block gives the first layer nothing; a backward after it adds to what was reduced before."""
+def test_gradients_from_before_stay_means(rank: int, is_added: bool) -> None:
+    """The block gives the first layer nothing; a backward after it adds to what was reduced before.
+
+    All ranks had that, if the optimizer gets the layer only now.
+    """
     model, truth = Two(), Two()
-    optimizer = shardkit.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = shardkit.OSS(model.layers[is_added:].parameters(), torch.optim.SGD, lr=0.1)
     wrapped = ShardedDDP(model, optimizer)
     _loss(wrapped, rank, 0).backward()
+    if is_added:
+        optimizer.add_param_group({"params": model.layers[0].parameters()})
     with shardkit.uneven(wrapped):
         if rank:
             _loss(wrapped, 2, 1).backward()
