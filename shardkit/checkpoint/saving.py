@@ -345,7 +345,7 @@ def save_training(
     parts = Parts(model, optimizer, scheduler, scaler, loader, ema)
     note_checkpoints(dir)
     saving = Save(os.path.realpath(dir), ranks, step, keep, async_)
-    states = [state for m in (model, ema) if m is not None for state in units_in(m)]
+    states = [s for m in (model, ema) if m is not None for s in units_in(m) if not s.is_asleep]
     for shards in dict.fromkeys(flat.group for state in states for flat in state.flats):
         shards.channel("parameters").agree("a checkpoint")  # one rank may have left out the step before
     with torch.no_grad():

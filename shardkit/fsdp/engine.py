@@ -753,8 +753,7 @@ class Engine:
         ends = list(itertools.accumulate(sizes))
         self._due = [bisect_right(ends, due) for due in self._plan.due]  # rows that backward has left
         ends = _ends_of_rows(self._order)
-        last = len(ends) - 1
-        self._ahead = [ends[min(k + self._prefetch, last)] for k in range(len(ends))]
+        self._ahead = [ends[min(k + self._prefetch, len(ends) - 1)] for k in range(len(ends))]
         self._settle_frozen()
         self._frozen = {}
         first = next((k for k, unit in enumerate(self._order) if unit.is_trainable), len(self._order))
@@ -1012,7 +1011,7 @@ class Engine:
         for unit in self.units:
             unit.end_backward()
         self._lock_held()
-        self.units[0].backwards += 1
+        self.units[0].backwards += not self.is_alone  # of ranks that are, some may have more
         if self._after_backward is not None:
             self._after_backward()
 
@@ -1167,6 +1166,7 @@ class Engine:
         """Ends that, on this rank; in which order units were called last is not what other ranks did."""
         self.set_accumulating(self._accumulated)
         self.is_alone = False
+        self.units[0].backwards += 1
         for unit in self.units:
             unit.release()
         for flat in self._held:

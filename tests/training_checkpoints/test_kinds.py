@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -343,6 +344,18 @@ def _different_steps(rank: int, folder: str) -> None:
         shardkit.restore(folder, model=model, optimizer=torch.optim.Adam(model.parameters()))
     model = fully_shard(Unused())
     shardkit.restore(folder, model=model, optimizer=torch.optim.Adam(model.parameters()))
+
+
+@on_ranks(2)
+def test_an_average_that_nobody_has_used_yet(rank: int, tmp_path: Path) -> None:
+    model = fully_shard(Unused())
+    before, parts = model.state_dict(), {"model": model, "ema": copy.deepcopy(model)}
+    shardkit.save(tmp_path, step=1, **parts)
+    for part in parts.values():
+        part.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
+    shardkit.restore(tmp_path, **parts)
+    for part in parts.values():
+        torch.testing.assert_close(dict(part.state_dict()), dict(before), rtol=0, atol=0)
 
 
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
