@@ -854,8 +854,7 @@ def _method(name: str) -> AnyCallable:
 
 def _reduced(self: nn.Module, protocol: object) -> tuple[object, ...]:
     """Returns what copies and files are made of: the class is made anew of the module's own."""
-    made = cast("tuple[object, ...]", object.__reduce_ex__(self, 2))
-    return _made, (own_class(self),), *made[2:]
+    return _made, (own_class(self),), *cast("tuple[object, ...]", object.__reduce_ex__(self, 2))[2:]
 
 
 def _made(kind: type[nn.Module]) -> nn.Module:
