@@ -52,9 +52,7 @@ def write_atomically(
         if old is not None:
             now = os.stat(temporary)
             if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
-                with contextlib.suppress(
-                    PermissionError
-                ):  # others' files stay theirs only where that is allowed
+                with contextlib.suppress(PermissionError):  # files stay others' only where that is allowed
                     os.chown(temporary, old.st_uid, old.st_gid)
             os.chmod(temporary, stat.S_IMODE(old.st_mode))
         if before_replacing is not None:
