@@ -410,6 +410,8 @@ def test_process_groups_do_not_travel_in_pickles(rank: int) -> None:
     optimizer = torch.optim.SGD([p], lr=0.5)
     scaled_step(scaler, p, optimizer)
     loaded = pickle.loads(pickle.dumps(scaler))
+    of_0_2 = b"cshardkit.training.grad_scaler\n_Lost\n(Vthe process group was not pickled\ntR."
+    assert loaded.group == pickle.loads(of_0_2)
     loaded.scale(p.sum()).backward()
     with pytest.raises(LifecycleError, match=r"scaler\.group"):
         loaded.step(optimizer)

@@ -12,23 +12,23 @@ LINES = 64_280  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_098,
-    "compat": 9_330,
-    "shardkit": 2_426,  # the files right there
+    "compat": 9_329,
+    "shardkit": 2_424,  # the files right there
     "shardkit/checkpoint": 6_483,
     "shardkit/flattening": 820,
     "shardkit/fsdp": 11_470,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
-    "shardkit/optimizer_state": 1_332,
-    "shardkit/optimizers": 572,
+    "shardkit/optimizer_state": 1_336,
+    "shardkit/optimizers": 570,
     "shardkit/oss": 3_066,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_615,
     "shardkit/tools": 7_420,
     "shardkit/torch_seams": 1_306,
-    "shardkit/tracing": 1_552,
-    "shardkit/training": 4_714,
+    "shardkit/tracing": 1_551,
+    "shardkit/training": 4_715,
     "shardkit/wrapping": 1_003,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

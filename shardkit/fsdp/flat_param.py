@@ -954,11 +954,8 @@ class Joined:
             self._part = own_part(self._full, first._group)
             rows = self._full.view(world_size, -1)
             self._parts = torch.split_with_sizes(rows, sizes, dim=1)
-            self._other = (
-                rows[1 - first._group.rank]
-                if world_size == 2 and len(stores) == 1 and first._unpack_rank
-                else None
-            )
+            of_two = world_size == 2 and len(stores) == 1 and first._unpack_rank
+            self._other = rows[1 - first._group.rank] if of_two else None
         self._backend.release_storage(self._full)
 
     def start(self) -> None:

@@ -317,11 +317,14 @@ class ShardedAPI:
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
         door, listings = self._state.door, self._state.all_listings()
-        places = dict.fromkeys((flat, number) for *_, flat, number in written_parameters(door) if flat)
+        places: dict[Tree, str] = {}
+        for name, _, flat, number in written_parameters(door):
+            if flat:
+                places.setdefault((flat, number), name)
         place_of = {place: n for n, place in enumerate(places)}
         written = [place_of[f.flat, f.first + k] for f in listings for k in range(len(f.originals))]
-        slots = [slot_of(f) for f in listings]
-        shard = shard_by_id(slots, full_optim_state_dict, list(door.parameters()), written)
+        slots, names = [slot_of(f) for f in listings], [*places.values()]
+        shard = shard_by_id(slots, full_optim_state_dict, list(door.parameters()), written, names)
         uncollected = self._state.uncollected
         for local in full_optim_state_dict.get("uncollected_local_ids", []):
             if local in uncollected:

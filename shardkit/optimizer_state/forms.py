@@ -142,7 +142,7 @@ def gather_by_id(
 
 
 def shard_by_id(
-    slots: Sequence[Slot], full: StateDict, listed: Sequence[object], written: Sequence[int]
+    slots: Sequence[Slot], full: StateDict, listed: Sequence[object], written: list[int], names: list[str]
 ) -> StateDict:
     """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
@@ -150,6 +150,7 @@ def shard_by_id(
         listed: the model's parameters. Where each shard had several of what are shards of their own now, the optimizer
             is taken to have them in this order, and says so if it has not.
         written: of each id the place in the model as it was written, by which plain optimizers number parameters.
+        names: those that the model has at these places; an optimizer that was given names may have another order.
     """
     check_form(full)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
@@ -165,6 +166,9 @@ def shard_by_id(
             "this state of a plain optimizer with several groups does not say which parameters its numbers are. Load "
             "it in one process, where save_training makes a checkpoint of it, and use restore_training"
         )
+    said = [name for g in full["param_groups"] for name in g.get("param_names", ())]
+    if not id_map and sorted(said) == sorted(names):
+        numbers = [*map(dict(zip(said, numbers, strict=True)).__getitem__, names)]
     ids_left = iter(range(len(written)) if id_map or not known else [numbers[place] for place in written])
     keys_of = [[*islice(ids_left, len(slot.spans))] for slot in slots]
     slot_of = {i: k for k, keys in enumerate(keys_of) for i in keys}

@@ -192,10 +192,8 @@ def _keeps_elements(make: Maker, device: torch.device) -> bool:
         group = tree_leaves([v for k, v in optimizer.param_groups[0].items() if k != "params"])
         kept = [v for v in (*state, *group) if not isinstance(v, torch.Tensor) or v.numel() == 1]
         numbers.append([str(float(v)) for v in kept if isinstance(v, int | float | torch.Tensor)])
-    sizes, plain = (
-        {v.numel() for v in state if isinstance(v, torch.Tensor)},
-        torch.Tensor | bool | int | float | str,
-    )
+    sizes = {v.numel() for v in state if isinstance(v, torch.Tensor)}
+    plain = torch.Tensor | bool | int | float | str
     others = [v for v in state if v is not None and not isinstance(v, plain)]
     return numbers[0] == numbers[1] and sizes <= {1, param.numel()} and not others
 

@@ -192,9 +192,8 @@ class Metrics:
         if counted is not None and device.type == counted.type:
             peak = int(torch.accelerator.max_memory_allocated(device))
         else:  # of the process; not in bytes but on macOS
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-                1 if sys.platform == "darwin" else 1024
-            )
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         record: Record = {
             "step": self._count,
             "time": time.time(),

@@ -29,6 +29,7 @@ _OVERFLOW = 1.0
 _NEVER_SCALED = 2.0
 
 _LOST = "the process group was not pickled"  # stands for it, which can't be
+_Lost = str  # in pickles of shardkit 0.2, made of the same text
 
 
 def _param_gradients(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -198,7 +198,10 @@ def _loads_files_of_0_2(rank: int, world_size: int, new: str) -> None:
     files, truth = torch.load(io.BytesIO(data), weights_only=True), _built()
     plain = torch.optim.AdamW(truth.parameters(), lr=0.01)
     _train(truth, plain, range(3), [0, 1])  # numbers in the model's order, which units don't have
-    files["one process"] = copy.deepcopy({"model": truth.state_dict(), "optimizer": plain.state_dict()})
+    named = torch.optim.AdamW([*truth.named_parameters()][::-1], lr=0.01)  # it says that its order is another
+    named.state.update(plain.state)
+    for by, saved in (("numbers", plain), ("names", named)):
+        files[by] = copy.deepcopy({"model": truth.state_dict(), "optimizer": saved.state_dict()})
     _train(truth, plain, range(3, 5), [0, 1])
     for old, saved in files.items():
         model = _built(new)

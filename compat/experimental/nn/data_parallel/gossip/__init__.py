@@ -775,9 +775,8 @@ class SlowMomentum:
         now = [values.get(p, p) for p in params]
         for k, (p, value) in enumerate(zip(params, now, strict=True)):
             if value.stride() != p.stride():  # laid out as it is
-                now[k] = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(
-                    value.view(p.shape)
-                )
+                laid_out = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype)
+                now[k] = laid_out.copy_(value.view(p.shape))
         for shard, pieces in self._shards(now):
             if self._owns(shard):
                 self._outer = torch.cat([values for _, values in pieces]).to(params[0])
