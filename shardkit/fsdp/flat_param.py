@@ -985,6 +985,7 @@ class Joined:
         """Notes that one of them has copied its part."""
         self._waiting -= 1
         if not self._waiting:
+            self.own = None  # else it would keep memory that a shard has no longer
             self._backend.release_storage(self._full)
 
 
@@ -1220,6 +1221,7 @@ class RegisteredShards:
         self.are_dtensors, self._are_apart = mesh is not None, flat.originals[0].is_apart
         # where DTensors' gradients were last, at offsets that they don't tell
         self._gradients: StorageWeakRef | None = None
+        self._made: tuple[StorageWeakRef, list[bool]] | None = None  # with zeros for those that had none
         listed = flat.layout.listed(list(map(_shape_of, flat.originals)), flat.group.rank)
         for number, (original, one) in enumerate(zip(flat.originals, listed, strict=True)):
             spec = None
@@ -1266,13 +1268,13 @@ class RegisteredShards:
 
     def __getstate__(self) -> StateDict:
         """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
-        gone = ("params", "_locals", "versioned", "_addresses", "_gradients")
+        gone = ("params", "_locals", "versioned", "_addresses", "_gradients", "_made")
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self.params = list(map(_param_of, self.each))
-        self._gradients = None
+        self._gradients = self._made = None
 
     def _note_memory(self, shard: torch.Tensor) -> None:
         self.params = list(map(_param_of, self.each))
@@ -1335,8 +1337,12 @@ class RegisteredShards:
         there = [(r, g) for r, g in zip(self.each, now, strict=True) if g is not None]
         if not there:
             return None
-        own = self._common(there) if len(there) == len(now) else None
-        if own is not None:
+        own = self._common(there)
+        if own is not None and len(there) == len(now):
+            return own
+        had = [g is not None for g in now]
+        # in other memory the others may have what was left of gradients that are cleared
+        if own is not None and self._made == (StorageWeakRef(own.untyped_storage()), had):
             return own
         like = self.each[0].flat.param
         made = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
@@ -1347,9 +1353,10 @@ class RegisteredShards:
             with as_plain():
                 r.part(made).copy_(r.local(g))
         kind = next((type(g) for r, g in there if r.spec is None), torch.Tensor)
-        self._show(made, [g is not None for g in now], kind)
+        self._show(made, had, kind)
         for param, one in standing:
             one.stand(param, param.grad)
+        self._made = StorageWeakRef(made.untyped_storage()), had
         return made
 
     def _common(self, there: Sequence[tuple[RegisteredShard, torch.Tensor]]) -> torch.Tensor | None:
