@@ -50,7 +50,7 @@ from ..torch_seams.hooks import BackwardState
 from ..torch_seams.tensors import group_of
 from ..types import Facts, Kwargs, ParamGroup, ProcessGroup, StateDict, Tree
 from .placement import Placement, placement_for
-from .segments import MASTER, FlatSegment, dtype_of_update
+from .segments import MASTER, FlatSegment, dtype_of_update, logger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,6 +98,7 @@ class OSS(Optimizer):
     """
 
     optim: Optimizer
+    _is_outdated = False  # what was consolidated: a step, or a state that was loaded, came after it
     _tells_empty_state = True  # by state_dict() before the first step, though nobody has consolidated it
     _update_dtype: torch.dtype | None = None  # what parameters are updated in, if not their own
     _kind_of_segments = FlatSegment
@@ -306,7 +307,7 @@ class OSS(Optimizer):
     def _begin_step(self) -> None:
         for prepare in self._before_step:
             prepare()
-        self._has_stepped = True
+        self._has_stepped = self._is_outdated = True
         self._agreed.check(self._group, self.param_groups)
         self.refresh_trainable()
         copy_options(self.param_groups, self.optim.param_groups)
@@ -419,14 +420,14 @@ class OSS(Optimizer):
             )
         copy_options(self.param_groups, self.optim.param_groups)
         self._consolidated = collect(self.placement, self.optim, self._parameters(), recipient_rank)
-        self._is_on_all_ranks = recipient_rank == -1 or self.world_size == 1
+        self._is_on_all_ranks, self._is_outdated = recipient_rank == -1 or self.world_size == 1, False
 
     def state_dict(self, all_ranks: bool = False) -> StateDict:  # type: ignore[override]
         """Returns the whole optimizer's state in torch's format: ``{"state": {index: ...}, "param_groups": [...]}``.
 
         It loads into a plain optimizer, into fairscale's OSS and into this one at any world size. Tensors
-        are on the CPU and belong to the last consolidation. Before the first step there is no state, and nothing to
-        consolidate.
+        are on the CPU and belong to the last consolidation: after a later step there is a warning, as fairscale
+        answers, too, and torch.distributed.checkpoint is refused. Before the first step there is none to consolidate.
 
         Args:
             all_ranks: consolidate on every rank first (then every rank has to call).
@@ -439,12 +440,18 @@ class OSS(Optimizer):
         is_empty = self._consolidated is None and not self._has_stepped and not any(self.state.values())
         if is_empty and self._tells_empty_state:
             return super().state_dict()  # nothing to consolidate, on any rank
-        request = None if self._is_on_all_ranks else current_request()
+        is_current = self._is_on_all_ranks and not self._is_outdated
+        request = None if is_current else current_request()
         if self._consolidated is None or request is not None:
             remedy = "()" if request is None else "(-1), for all ranks answer torch.distributed.checkpoint,"
             raise NotConsolidatedError(
                 f"Optimizer state has not been consolidated on this rank. Call consolidate_state_dict{remedy} "
                 f"on all ranks first (this is rank {self.rank}), or state_dict(all_ranks=True) on all ranks."
+            )
+        if self._is_outdated:
+            logger.warning(
+                "OSS.state_dict() is of the last consolidation, and a step or load_state_dict() came after it: call "
+                "consolidate_state_dict() on all ranks before"
             )
         params = list(self._parameters())
         shown: Tree = self.state
@@ -490,7 +497,7 @@ class OSS(Optimizer):
 
     def take_state(self, state_dict: StateDict) -> None:
         """Loads the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
-        shown, self._has_stepped = self.state, True
+        shown, self._has_stepped, self._is_outdated = self.state, True, True
         groups_before = self.param_groups
         of_rank = [{k: g[k] for k in self._of_rank if k in g} for g in groups_before]
         super().load_state_dict(state_dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import pickle
 import weakref
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from shardkit import OSS, ShardedDDP
@@ -94,6 +96,18 @@ def test_the_state_of_an_oss_that_was_never_stepped(rank: int, world_size: int) 
     fresh.load_state_dict(optimizer.state_dict())
     with pytest.raises(NotConsolidatedError, match="consolidate_state_dict"):
         fresh.state_dict()
+    get_optimizer_state_dict(model, optimizer)
+    heard: list[str] = []
+    listener: Any = lambda record: heard.append(record.getMessage()) or True  # noqa: E731
+    logging.getLogger("shardkit").addFilter(listener)
+    optimizer.state_dict()
+    assert heard == []
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 1  # as fairscale: what was consolidated
+    assert {"a step or load_state_dict() came after it" in text for text in heard} == {True}
+    logging.getLogger("shardkit").removeFilter(listener)
+    with pytest.raises(NotConsolidatedError, match="for all ranks"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 # What timm does, under its name.
