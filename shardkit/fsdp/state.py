@@ -8,6 +8,7 @@ package works on states and asks :func:`state_of`, never a class.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import weakref
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from ..backend import Backend, Group
-from ..errors import ConfigurationError, check_kinds
+from ..errors import ConfigurationError, ShardkitError, check_kinds
 from ..layout import AlignedLayout, ShardLayout, in_runs
 from ..optimizers.shards import given_way
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
@@ -447,6 +448,14 @@ def exit_summon(state: ShardingState, purpose: Purpose = "block") -> None:
             each.summoned = None
         state.unit.release()  # asked for meanwhile
         stack.close()
+
+
+@atexit.register
+def _end_summons() -> None:
+    """Ends what a program leaves begun: later, at the interpreter's end, this would abort the process."""
+    for state in _known_states():
+        with contextlib.suppress(ShardkitError):  # what was written can't be kept, and nobody asks for it
+            exit_summon(state, state.summoned_for)
 
 
 def end_unshard(flat: FlatParam) -> None:

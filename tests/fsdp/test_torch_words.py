@@ -54,6 +54,7 @@ from shardkit.fsdp.fully_shard import METHODS, TorchsArguments
 from shardkit.policy import PrecisionPolicy, ReshardPolicy
 from tests.beside import assert_same, steps_beside, train_beside, whole
 from tests.pools import on_ranks
+from tests.started import output_of
 
 common: Any = _fsdp_common
 
@@ -279,6 +280,12 @@ def test_what_is_written_after_unshard(rank: int, world_size: int, dtensors: boo
         m(torch.ones(1, 4))  # it is said once
     for m, before in zip((half, both), own, strict=True):
         torch.testing.assert_close(whole(m.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtensors", [True, False])
+def test_a_program_that_ends_after_unshard(dtensors: bool) -> None:
+    """Found: what was written was brought to the shards at the interpreter's end, which aborted the process."""
+    assert output_of("-m", "tests.programs.left_unsharded", str(dtensors)).splitlines()[-1] == "end"
 
 
 class Twice(Net):
