@@ -81,7 +81,7 @@ class UnitModule(FlattenParamsWrapper):
         """Sets as on any module, but not where forward would not look: buffers of the wrapped one become its."""
         if name.startswith("_flat_param") and all(value is not p for p in self.flat_params):
             raise put_into_wrapper(name)
-        inner = self._modules.get("_fpw_module") or self
+        inner: Tree = self._modules.get("_fpw_module", self)
         nn.Module.__setattr__(inner if name in inner._buffers else self, name, value)
 
     # What the standalone wrapper does about views and state dicts, the FSDP module does here.
