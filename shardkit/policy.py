@@ -78,7 +78,7 @@ class ReducePolicy:
         check_kinds(vars(self), dtype=torch.dtype, compression=Compression, **numbers)
         if self.bucket_numel is not None and self.bucket_numel < 0:
             raise ConfigurationError(f"bucket_numel is {self.bucket_numel}; it must be 0 or more")
-        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+        if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigurationError(f"gradients can't be reduced in {self.dtype!r}; name a floating dtype")
         if self.predivide is not None and self.predivide <= 0:
             raise ConfigurationError(f"predivide is {self.predivide}; it must be above 0")
@@ -125,7 +125,7 @@ class PrecisionPolicy:
         check_kinds(vars(self), compression=Compression, **dtypes)
         for name in dtypes:
             dtype = getattr(self, name)
-            if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            if dtype is not None and not dtype.is_floating_point:
                 raise ConfigurationError(f"{name} is {dtype!r}; name a floating dtype, as torch.bfloat16")
 
 
