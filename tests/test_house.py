@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_300  # of all source; to be lowered with each release
+LINES = 64_298  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_098,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_424,  # the files right there
     "shardkit/checkpoint": 6_481,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_486,
+    "shardkit/fsdp": 11_484,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,

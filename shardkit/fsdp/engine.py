@@ -1062,7 +1062,9 @@ class Engine:
             if unit.accumulates:
                 for local, pack in unit.local_gradients():
                     local.note(pack)
-            elif unit.has_local_gradients():  # called outside of the root's forward, or in nested backwards
+            # what was kept goes also where this rank has none: another one may have. Else it was called outside of the
+            # root's forward, or in nested backwards
+            elif unit.keeps_local or unit.has_local_gradients():
                 self._send(unit)
         while self._in_flight:
             self._receive()

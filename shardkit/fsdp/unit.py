@@ -1115,11 +1115,7 @@ class Unit:
         if self.keeps_local:
             return any(one.are_there() for local in self._local for one in local)
         with as_tensors():
-            for flat in self.flats:
-                for m in flat.originals:
-                    if m.param.grad is not None:
-                        return True
-        return False
+            return any(m.param.grad is not None for flat in self.flats for m in flat.originals)
 
     def drop_local_gradients(self) -> None:
         for local in self._local:

@@ -137,6 +137,8 @@ class _ShardedDDPFollower:
     def begin(self, once: bool) -> None:
         if once:
             refuse_local(self._exchange.policy, "uneven(once=True)")
+            if self._model._watch_trainable:  # ranks compare, and some may have no forward in which to do so
+                self._exchange.refresh_if_changed(self._model._warn_on_change)
             self._accumulated, self.state.accumulating = self.state.accumulating, True
 
     def end(self, once: bool) -> None:
@@ -295,10 +297,8 @@ class uneven:
         RankMismatchError: some ranks are inside of ``no_sync`` and some are not.
     """
 
-    _weight = 1.0  # of the micro-batch that runs
-
     def __init__(self, model: nn.Module, once: bool = False) -> None:
-        self._once = once
+        self._once, self._weight = once, 1.0  # of the micro-batch that runs
         self._model = model = getattr(model, "_orig_mod", model)  # of torch.compile's
         self._by = _follower_for(model)
 

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -180,27 +181,41 @@ class Switched(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.always, self.sometimes = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.both = True
+        self.both = self.uses = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.always(x) + self.sometimes(x) if self.both else self.always(x)
+        if not self.both:
+            return self.always(x)
+        y = self.sometimes(x)
+        return self.always(x) + (y if self.uses else y.detach())
 
 
+@pytest.mark.parametrize("door", [None, *DOORS])
 @on_ranks(2)
-def test_a_layer_that_a_whole_step_of_several_batches_leaves_out(rank: int, world_size: int) -> None:
-    """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer."""
-    plain, model = build(Switched), FSDP(build(Switched))
+def test_a_layer_that_a_whole_step_of_several_batches_leaves_out(
+    rank: int, world_size: int, door: str | None
+) -> None:
+    """While gradients wait under no_sync, zeros stand in their place, which are no gradient of that layer.
+
+    Where that layer is a unit, the last batch leaves it out, and some ranks had no gradient of it before.
+    """
+    plain, model = build(Switched), build(Switched)
+    inner: Any = model
+    model = FSDP(model) if door is None else through(door, model, "sometimes")
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
     first, second = (torch.optim.SGD(m.parameters(), **options) for m in (plain, model))
     for step in range(3):
-        plain.both = model.module.both = step != 1
         first.zero_grad()
         second.zero_grad()
         for micro in range(2):
             xs = batch(2 * step + micro, world_size)
-            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+            plain.both = inner.both = step != 1 if door is None else micro == 0
+            with sharding_of(model).no_sync() if micro == 0 else contextlib.nullcontext():
+                inner.uses = door is None or rank == step
                 model(xs[rank]).pow(2).mean().backward()
-            torch.stack([plain(x).pow(2).mean() for x in xs]).mean().backward()
+            for k, x in enumerate(xs):
+                plain.uses = door is None or k == step
+                (plain(x).pow(2).mean() / world_size).backward()
         first.step()
         second.step()
         assert_same(model, plain)
