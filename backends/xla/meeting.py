@@ -32,8 +32,8 @@ _SHOWN = 3  # calls of a replica that a message quotes
 class ReplicaCall:
     """One collective, or an agreement, as a replica asked for it.
 
-    ``label`` is shown, and compared where it says for whom values are gathered: what roots of equal shapes gather is
-    alike but for it.
+    ``label`` is shown, and compared: what is gathered for roots of equal shapes, or reduced of layers, is alike but for
+    it.
     """
 
     group: tuple[int, ...]  # global ranks
@@ -47,8 +47,7 @@ class ReplicaCall:
 
     def in_program(self) -> tuple[object, ...]:
         """Returns what is the same on all ranks of a program, whichever group each is in."""
-        label = self.label if self.what.startswith("all_gather_into") else ""
-        return self.what, label, [list(group) for group in self.partition]
+        return self.what, self.label, [list(group) for group in self.partition]
 
 
 @dataclass

@@ -14,9 +14,10 @@ from torch import nn
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedGradScaler, auto_wrap, enable_wrap
 from shardkit.backend import get_backend
+from shardkit.errors import RankFailedError
 from tests.beside import batch
 from tests.fsdp_models import MODELS, WIDTH, Checkpointed, Tied, Wrap, build, moved, plainly, reentrantly
-from tests.pools import rank_pool
+from tests.pools import rank_pool, run_once
 
 pytest.importorskip("torch_xla")
 pytestmark = pytest.mark.xla
@@ -326,6 +327,49 @@ def test_training_equals_one_process(world_size: int, name: str) -> None:
         # the first step makes optimizer state, the second is the steady state
         assert compiles[-2] == compiles[1], f"compiles after each step: {compiles}"
         assert result["collectives"] == result["expected"]
+
+
+class Turns(nn.Module):
+    """One of two layers, whichever turn it is, and another one; and one that nobody uses."""
+
+    turn = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.layers[self.turn](x))
+        return out
+
+
+def take_turns(rank: int, flatten: bool) -> None:
+    """Each rank uses a layer of its own, but in one step."""
+    case, backend, plain = Case(options={"flatten": flatten}), get_backend("xla"), build(Turns)
+    inner = moved(build(Turns), backend.device())
+    model = whole(inner, partial(FSDP, **case.options))
+    optimizer, alone = case.make_optimizer(model), case.make_optimizer(plain)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        inner.turn = rank if step != 1 else 0
+        loss_of(model, rank, step).backward()
+        for r in range(2):
+            plain.turn = r if step != 1 else 0
+            (loss_of(plain, r, step) / 2).backward()
+        optimizer.step()
+        alone.step()
+        backend.mark_step(wait=True)
+    state = model.state_dict()
+    backend.mark_step()
+    torch.testing.assert_close({k: v.cpu() for k, v in state.items()}, dict(plain.state_dict()))
+
+
+def test_ranks_that_use_other_parameters() -> None:
+    """Of one flat parameter that is right; of several of equal sizes, ranks would reduce one with another."""
+    rank_pool(2, "xla").run(take_turns, True)
+    with pytest.raises(RankFailedError, match=r"OutOfStepError: [\s\S]*gradients of parameters 2 of"):
+        run_once(2, "xla", take_turns, False)
 
 
 @pytest.mark.parametrize("flatten", [True, False])
