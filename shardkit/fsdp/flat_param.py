@@ -1981,16 +1981,13 @@ class FlatParam:
 
 
 @contextmanager
-def exposed(flat: FlatParam) -> Iterator[None]:
+def exposed(flat: FlatParam, writeback: bool | None) -> Iterator[None]:
     """Lists original parameters under their own names, and no registered ones, inside."""
     # where they are listed: not in units that only borrow them
-    listed = [
-        (listing.param, [p for p in listing.places if p.module._parameters.get(p.name) is listing.param])
-        for listing in flat.listings
-    ]
-    for _, places in listed:
-        for place in places:
-            unregister(place)
+    listed = [(place, listing.param) for listing in flat.listings for place in listing.places]
+    listed = [(place, param) for place, param in listed if place.module._parameters.get(place.name) is param]
+    for place, _ in listed:
+        unregister(place)
     for original in flat.originals:
         for place in original.places:
             show(place, original.param)
@@ -2002,7 +1999,8 @@ def exposed(flat: FlatParam) -> Iterator[None]:
                 now = place.module._parameters.get(place.name)
                 if now is not None and now is not original.param:  # somebody put another parameter in
                     original.assign(local_of(now.data).reshape(-1))
+                    if writeback is not False:  # how to read it, as bitsandbytes' quant_state
+                        vars(original.param).update(vars(now))
                 hide(place, original.param)
-        for param, places in listed:
-            for place in places:
-                register(place, param)
+        for place, param in listed:
+            register(place, param)

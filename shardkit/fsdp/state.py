@@ -433,7 +433,7 @@ def enter_summon(state: ShardingState, writeback: bool | None, purpose: Purpose 
     for flat in state.unit.needs:
         if not flat.is_summoned:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
-            stack.enter_context(exposed(flat))
+            stack.enter_context(exposed(flat, writeback))
             if purpose == "unshard":
                 stack.enter_context(flat.summoned_for_compute())
     for each in state.mates or [state]:

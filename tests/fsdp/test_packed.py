@@ -295,18 +295,26 @@ class Codes(nn.Parameter):
 
 
 def _foreign_codes(rank: int) -> None:
-    """Codes in a floating dtype (``quant_storage``) travel as they are, and are never cast."""
-    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
-        layer = nn.Linear(8, 8)
-        bits = torch.arange(256, dtype=torch.uint8).view(dtype)
+    """Codes in a floating dtype (``quant_storage``) travel as they are, and are never cast. Others that are put there
+    bring what says how to read them, as peft's ``merge_adapter()`` makes them."""
+
+    def put(layer: Any, bits: torch.Tensor, scale: float) -> None:
         layer.codes = Codes(bits.clone(), requires_grad=False)
-        layer.codes.scale = torch.full((2,), 3.0)
+        layer.codes.scale = torch.full((2,), scale)
+
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        layer: Any = nn.Linear(8, 8)
+        bits = torch.arange(256, dtype=torch.uint8).view(dtype)
+        put(layer, bits.flip(0), 2.0)
         precision = shardkit.PrecisionPolicy(torch.bfloat16)
         if dtype is torch.float32:
             with pytest.raises(ConfigurationError, match="'codes' is a Codes, whose codes are stored as"):
                 fully_shard(layer, precision=precision)
         else:
             fully_shard(layer, precision=precision)
+            for keeps in (True, False):
+                with sharding_of(layer).summon_full_params(writeback=keeps):
+                    put(layer, bits if keeps else bits.flip(0), 3.0 if keeps else 4.0)
             for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
                 assert torch.equal(each.codes.scale, torch.full((2,), 3.0))
                 exported = dict(sharding_of(each).export())
