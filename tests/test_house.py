@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_298  # of all source; to be lowered with each release
+LINES = 64_295  # of all source; to be lowered with each release
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_098,
+    "backends": 7_097,
     "compat": 9_329,
     "shardkit": 2_424,  # the files right there
     "shardkit/checkpoint": 6_481,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_484,
+    "shardkit/fsdp": 11_482,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
