@@ -226,7 +226,7 @@ class Watch:
         self._ranks = tuple(ranks) if ranks is not None else tuple(range(world_size))  # their global ranks
         self.thread = threading.get_ident()
         self._background = id(sys.exc_info()[1])  # the error in whose handler the whole program runs, if any
-        self._asked = 0  # the first question of the present wait; 0 for none
+        self._asked = 0  # the first question of the present wait, and not an old one; 0 for none
         self.reports: dict[int, StackReport] = {}  # the last ones of the others
         self._left: tuple[str, dict[str, int] | None] = "", None  # why, and what was issued then
         self._raised: tuple[str, dict[str, int] | None] = "", None  # the last error noted, and the same
@@ -254,7 +254,7 @@ class Watch:
         self.thread = threading.get_ident()
         self._report(call)
         question = self._board.ask()
-        self._asked = self._asked or question
+        self._asked = max(self._asked or question, question - 2 * self._world_size)
         for rank in range(self._world_size):
             if rank == self._rank:
                 continue
@@ -263,11 +263,9 @@ class Watch:
                 self._raised_at, self._asked = time.monotonic(), 0
                 kind = RankLostError if entry["lost"] else OutOfStepError
                 raise kind(self._with(call, f"rank {rank} gave up: {entry['failed']}"))
-            where = ""
-            if entry is not None:
-                where = self._elsewhere(call, rank, WaitReport.of(entry))
-            else:
+            if entry is None:
                 self._suspects.pop(rank, None)
+            where = "" if entry is None else self._elsewhere(call, rank, WaitReport.of(entry))
             if entry is None or not entry["waits"]:
                 where = where or self._absent(call, rank)
             if where:
@@ -299,6 +297,7 @@ class Watch:
             return ""
         report = StackReport.of(entry)
         if report.answers < self._asked:
+            self.reports.pop(rank, None)  # if it answers no more, it may be gone
             return ""
         self.reports[rank] = report
         if report.issued in (self._left[1], self._raised[1]):  # both left the same, and this one goes on

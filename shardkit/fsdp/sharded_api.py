@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..checks import facts_of_all, objects_of
 from ..errors import ConfigurationError, LifecycleError, RankFailedError, noting_errors
-from ..optimizer_state.forms import gather_by_id, mark_shards, shard_by_id
+from ..optimizer_state.forms import NOTE, gather_by_id, mark_shards, shard_by_id
 from ..optimizers.shards import refuse_stand_ins
 from ..reduction.compression import Run, difference, mixed_sum
 from ..reduction.ordered import refuse_local
@@ -299,14 +299,22 @@ class ShardedAPI:
         uncollected = [f for s in own.states() if s.options.keeps_optimizer_state for f in s.listings]
         state = optim.state_dict()
         index = {id(p): i for i, p in enumerate(p for g in optim.param_groups for p in g["params"])}
-        own.uncollected = {
-            index[id(f.param)]: copy.deepcopy(state["state"].get(index[id(f.param)], {}))
-            for f in uncollected
-            if id(f.param) in index
-        }
+        places = [index[id(f.param)] for f in uncollected if id(f.param) in index]
+        own.uncollected = {i: copy.deepcopy(state["state"].get(i, {})) for i in places}
         is_first = own.group.rank == 0 and (own.replicas is None or own.replicas.rank == 0)
         slots, stay = [slot_of(f) for f in own.all_listings()], {id(f.param) for f in uncollected}
-        return gather_by_id(slots, stay, state, optim, is_first)
+        if full := gather_by_id(slots, stay, state, optim, is_first):  # ids depend on what was a unit
+            full._metadata = {NOTE: self._names()[0]}  # type: ignore[attr-defined]
+        return full
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Returns names of parameters, by id and in the order in which the model was written."""
+        places: dict[Tree, str] = {}
+        for name, _, flat, number in written_parameters(self._state.door):
+            if flat:
+                places.setdefault((flat, number), name)
+        listed = [(f.flat, f.first + k) for f in self._state.all_listings() for k in range(len(f.originals))]
+        return [places[place] for place in listed], [*places.values()]
 
     @noting_errors
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: StateDict) -> StateDict:
@@ -316,19 +324,10 @@ class ShardedAPI:
             ConfigurationError: it belongs to another model.
         """
         _refuse_dtensors(self._state, "get_shard_from_optim_state_dict", "set_optimizer_state_dict")
-        door, listings = self._state.door, self._state.all_listings()
-        places: dict[Tree, str] = {}
-        for name, _, flat, number in written_parameters(door):
-            if flat:
-                places.setdefault((flat, number), name)
-        place_of = {place: n for n, place in enumerate(places)}
-        written = [place_of[f.flat, f.first + k] for f in listings for k in range(len(f.originals))]
-        slots, names = [slot_of(f) for f in listings], [*places.values()]
-        shard = shard_by_id(slots, full_optim_state_dict, list(door.parameters()), written, names)
-        uncollected = self._state.uncollected
-        for local in full_optim_state_dict.get("uncollected_local_ids", []):
-            if local in uncollected:
-                shard["state"][local] = uncollected[local]
+        slots, listed = [slot_of(f) for f in self._state.all_listings()], list(self._state.door.parameters())
+        shard = shard_by_id(slots, full_optim_state_dict, listed, *self._names())
+        own, ids = self._state.uncollected, full_optim_state_dict.get("uncollected_local_ids", ())
+        shard["state"].update((i, own[i]) for i in ids if i in own)
         return shard
 
 

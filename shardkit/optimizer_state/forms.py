@@ -122,10 +122,8 @@ def gather_by_id(
         if stays and slot is not None:
             for key, value in own.items():
                 kind = StateKind.of(key, value, slot.param.shape)
-                is_here = kind.spread and slot.world_size == 1 and slot.join is not None
-                values: list[Tree] = (
-                    slot.join(value, True) if is_here and slot.join is not None else [kind.value] * len(keys)
-                )
+                join = slot.join if kind.spread and slot.world_size == 1 else None
+                values: list[Tree] = join(value, True) if join else [kind.value] * len(keys)
                 for i, v in zip(keys, values, strict=True):
                     state.setdefault(i, {})[key] = v
             local_ids += [position] if position >= 0 else []
@@ -138,27 +136,27 @@ def gather_by_id(
         for theirs, own in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
     made = _assembled(saved, dict(sorted(state.items())), groups)
-    return {**made, "param_id_map": id_map, "uncollected_local_ids": local_ids}
+    return OrderedDict({**made, "param_id_map": id_map, "uncollected_local_ids": local_ids})
 
 
 def shard_by_id(
-    slots: Sequence[Slot], full: StateDict, listed: Sequence[object], written: list[int], names: list[str]
+    slots: Sequence[Slot], full: StateDict, listed: Sequence[object], by_id: list[str], names: list[str]
 ) -> StateDict:
     """Cuts this rank's part of a full state dict, for ``optimizer.load_state_dict``; the argument is not changed.
 
     Args:
         listed: the model's parameters. Where each shard had several of what are shards of their own now, the optimizer
             is taken to have them in this order, and says so if it has not.
-        written: of each id the place in the model as it was written, by which plain optimizers number parameters.
-        names: those that the model has at these places; an optimizer that was given names may have another order.
+        by_id: names of parameters by id; a model that was wrapped in another way had another order.
+        names: in the order of the model as it was written, by which plain optimizers number parameters.
     """
     check_form(full)
     id_map: dict[int, int | None] = full.get("param_id_map") or {}
     numbers = [i for g in full["param_groups"] for i in g["params"]]
     known = set(id_map or numbers)
-    if known and len(known) != len(written):
+    if known and len(known) != len(names):
         raise ConfigurationError(
-            f"this optimizer state is of a model with {len(known)} parameters, this model has {len(written)}; wrap the "
+            f"this optimizer state is of a model with {len(known)} parameters, this model has {len(names)}; wrap the "
             "model as it was when the state was saved"
         )
     if known and not id_map and len(full["param_groups"]) > 1:
@@ -167,9 +165,12 @@ def shard_by_id(
             "it in one process, where save_training makes a checkpoint of it, and use restore_training"
         )
     said = [name for g in full["param_groups"] for name in g.get("param_names", ())]
-    if not id_map and sorted(said) == sorted(names):
-        numbers = [*map(dict(zip(said, numbers, strict=True)).__getitem__, names)]
-    ids_left = iter(range(len(written)) if id_map or not known else [numbers[place] for place in written])
+    noted = (versions_of(full) or {}).get(NOTE, [])
+    said, numbers = (noted * (noted != by_id), [*range(len(noted))]) if id_map else (said, numbers)
+    if said and sorted(said) == sorted(names):
+        names, id_map = said, {}
+    number_of = dict(zip(names, numbers, strict=False))
+    ids_left = iter(range(len(names)) if id_map or not known else map(number_of.__getitem__, by_id))
     keys_of = [[*islice(ids_left, len(slot.spans))] for slot in slots]
     slot_of = {i: k for k, keys in enumerate(keys_of) for i in keys}
     groups: list[ParamGroup] = []
@@ -228,13 +229,12 @@ def shard_by_index(slots: Sequence[Slot | None], full: StateDict) -> StateDict:
             f"this optimizer state is of {len(ids)} parameters, this optimizer has {len(slots)}; nothing was loaded. "
             "Make it over the same parameters as when the state was saved"
         )
-    position, groups = {i: k for k, i in enumerate(ids)}, []
+    position = {i: k for k, i in enumerate(ids)}
     state: dict[object, Tree] = {}
     for key, values in full["state"].items():
         slot = slots[position[key]] if key in position else None
         state[position.get(key, key)] = values if slot is None else slot.cut({slot.names[0]: values})
-    for g in full["param_groups"]:
-        groups.append({**g, "params": [position[i] for i in g["params"]]})
+    groups = [{**g, "params": [position[i] for i in g["params"]]} for g in full["param_groups"]]
     return {**full, "state": state, "param_groups": groups}
 
 

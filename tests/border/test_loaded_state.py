@@ -168,6 +168,30 @@ def test_state_of_a_scaler() -> None:
     ShardedGradScaler(enabled=False).load_state_dict({})
 
 
+@pytest.mark.parametrize("door", ["FSDP", "unflattened", "fully_shard"])
+@on_ranks(1, 2, 3)
+def test_full_state_of_other_units(rank: int, world_size: int, door: str) -> None:
+    """Ids depend on what was a unit; layers of one shape would get each other's state."""
+    trained: dict[str, Any] = {}
+    for unit in ("2", "0", "none"):  # what the second one takes from the first was saved with other units
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5))
+        model = through(door, model, *([unit] if unit != "none" else []))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        api = sharding_of(model)
+        if trained:
+            model.load_state_dict(trained["model"])
+            box = [trained["optimizer"]]
+            dist.broadcast_object_list(box, 0)
+            optimizer.load_state_dict(api.get_shard_from_optim_state_dict(reread(box[0])))
+        else:
+            _train(model, optimizer, range(2), [0, 1])
+            trained = {"model": model.state_dict(), "optimizer": api.gather_full_optim_state_dict(optimizer)}
+        _train(model, optimizer, range(2, 4), [0, 1])
+        truth = trained.setdefault("truth", model.state_dict())
+        torch.testing.assert_close(dict(model.state_dict()), dict(truth), msg=lambda m: f"{unit}: {m}")  # noqa: B023
+
+
 # ------------------------------------------------------------------ files of 0.2
 # As version 0.2 saved them on 2 ranks after 3 steps, through each door: state_dict() and the optimizer's full state.
 SAVED = Path(__file__).with_name("saved_by_0_2.zip")

@@ -232,6 +232,16 @@ def killed(rank: int, trainer: Trainer) -> None:
     _signalled(rank, trainer, signal.SIGKILL)
 
 
+def killed_in_an_agreement(rank: int, trainer: Trainer) -> None:
+    """When it has said for a while where it stands; the other one wants to leave the order of gathers."""
+    if rank == 1:
+        time.sleep(2.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with torch.no_grad():
+        trainer.forward()
+        trainer.forward()
+
+
 def reset(rank: int, trainer: Trainer) -> None:
     if rank == 1:
         at_once = struct.pack("ii", 1, 0)  # closing sends a reset

@@ -6,11 +6,12 @@ import re
 
 import pytest
 
-from tests.faults.cases import CASES, LATEST, SOON, Case
+from tests.faults.cases import CASES, GONE, LATEST, LOST, SOON, Case
 from tests.faults.report import REPORT, known, page_of
 from tests.faults.running import submit
 
 WITH_STRATEGIES = [(case, strategy) for case in CASES for strategy in case.strategies]
+WITH_STRATEGIES += [(Case("killed later", "", "killed_in_an_agreement", 2, (LOST, GONE)), "fsdp")]
 
 
 @pytest.fixture(autouse=True, scope="module")
