@@ -615,8 +615,7 @@ class Engine:
             if is_first:
                 self._settle_frozen()
             for unit in self.units:
-                if unit.notice_trainable():
-                    self._replan = True
+                self._replan = unit.notice_trainable() or self._replan
                 if is_first:
                     unit.is_reached = False
 
@@ -1062,8 +1061,7 @@ class Engine:
             if unit.accumulates:
                 for local, pack in unit.local_gradients():
                     local.note(pack)
-            # what was kept goes also where this rank has none: another one may have. Else it was called outside of the
-            # root's forward, or in nested backwards
+            # kept: another rank may have some. Else it was called outside of the root, or in nested backwards
             elif unit.keeps_local or unit.has_local_gradients():
                 self._send(unit)
         while self._in_flight:
@@ -1155,6 +1153,7 @@ class Engine:
         self.check_idle("uneven(once=True)")
         self.is_alone, self._accumulated = True, self.set_accumulating([True] * len(self.units))
         for unit in self.units:
+            self._replan = unit.notice_trainable() or self._replan  # this rank may run no forward
             unit.release()
         self._gather_together(self.units)
         self._held = [flat for unit in self.units for flat in unit.flats]

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress, cycle, repeat
+from itertools import chain, compress, cycle, repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast, final
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 _grad_of, _requires_grad = attrgetter("param.grad"), attrgetter("param.requires_grad")
-_shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
+_shape_of, _layout_of, _originals_of = map(attrgetter, ("shape", "layout", "originals"))
 
 
 # ------------------------------------------------------------ messages that an object of the user's sends
@@ -1115,7 +1115,8 @@ class Unit:
         if self.keeps_local:
             return any(one.are_there() for local in self._local for one in local)
         with as_tensors():
-            return any(m.param.grad is not None for flat in self.flats for m in flat.originals)
+            originals = chain.from_iterable(map(_originals_of, self.flats))
+            return any(map(is_not, map(_grad_of, originals), repeat(None)))  # of every unit in every backward
 
     def drop_local_gradients(self) -> None:
         for local in self._local:

@@ -115,8 +115,10 @@ def _compare(
     model, optimizer = _sharded(way, make)
     evaluations = random.Random(rank)  # whose numbers differ, too
     for step, per_rank in enumerate(counts):
-        for m in (plain, model.module) if way == "ShardedDDP" else ():
-            m.get_parameter("head.weight").requires_grad_(step % 2 == 0)  # some run nothing from then on
+        inner: Any = model.module if way == "ShardedDDP" else model
+        freezes = make is Net and way in ("ShardedDDP", "fully_shard", "dtensors")
+        for m in (plain, inner) if freezes else ():
+            m.get_parameter("blocks.0.weight").requires_grad_(step % 2 == 0)  # some run nothing from then on
         with shardkit.uneven(model, once=meeting == "once") as work:
             inside: Any = sharding_of(model).no_sync() if way != "ShardedDDP" else model.no_sync()
             with inside if meeting == "no_sync" else contextlib.nullcontext():
