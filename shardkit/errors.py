@@ -154,4 +154,4 @@ def check_kinds(given: Mapping[str, object], **kinds: type | UnionType) -> None:
     for name, kind in kinds.items():
         if (value := given.get(name)) is not None and not isinstance(value, kind):
             wanted = kind.__name__ if isinstance(kind, type) else kind
-            raise ConfigurationError(f"{name} is {value!r}, a {type(value).__name__}; pass a {wanted}")
+            raise ConfigurationError(f"{name} is {value!r} ({type(value).__name__}); it takes {wanted}")

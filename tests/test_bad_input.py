@@ -73,7 +73,7 @@ def test_options_of_another_kind_at_every_door(rank: int) -> None:
     ]
     for door, names in doors:
         for name in names.split():
-            with pytest.raises(shardkit.ConfigurationError, match=rf"{name} is .*; pass a"):
+            with pytest.raises(shardkit.ConfigurationError, match=rf"{name} is .*; it takes "):
                 door(**{name: object()})
     with pytest.raises(shardkit.ConfigurationError, match="both dtensors=True and align were passed"):
         dtensors(model, align=2)
