@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_295  # of all source; to be lowered with each release
+LINES = 64_287
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_097,
+    "backends": 7_096,
     "compat": 9_329,
     "shardkit": 2_424,  # the files right there
     "shardkit/checkpoint": 6_481,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_482,
+    "shardkit/fsdp": 11_481,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_336,
-    "shardkit/optimizers": 570,
+    "shardkit/optimizers": 564,
     "shardkit/oss": 3_073,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_615,

@@ -88,11 +88,7 @@ def lists_stand_ins(optimizer: Optimizer) -> bool:
 
 
 def refuse_stand_ins(optimizer: Optimizer, what: str) -> None:
-    """Raises ConfigurationError if an optimizer's state is whole where that of shards is asked for.
-
-    Args:
-        what: what was asked for.
-    """
+    """Raises ConfigurationError if an optimizer's state is whole where that of shards is asked for."""
     if lists_stand_ins(optimizer):
         raise ConfigurationError(
             f"{what}: the state of this {type(optimizer).__name__} is whole already, by the model's own names, and not "
@@ -102,12 +98,7 @@ def refuse_stand_ins(optimizer: Optimizer, what: str) -> None:
 
 
 def refuse_shards(params: Iterable[torch.Tensor], what: str, instead: str) -> None:
-    """Raises ConfigurationError if any of these is a shard, or a DTensor.
-
-    Args:
-        what: what was to be made of them.
-        instead: what to do.
-    """
+    """Raises ConfigurationError if any of these, of which ``what`` was to be made, is a shard, or a DTensor."""
     if any(shard_behind(p) is not None or is_dtensor(p) for p in params):
         raise ConfigurationError(
             f"{what} was given parameters of an FSDP module, or DTensors. These are shards, other ones on each rank, "
@@ -132,7 +123,7 @@ _parts: list[StepPart] = []
 _last: list[StepPart] = []  # the end of these: before an update after all others, and undone before them
 _refusing: list[StepPart] = []  # not asked before a closure, which may bring what they miss
 _registered: list[object] = []
-_LAST = -1  # of an optimizer's own hooks, whose numbers count from 0
+_LAST = _FIRST = -1  # of an optimizer's own hooks, whose numbers count from 0
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
@@ -166,6 +157,9 @@ def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs, is_last: bool = Fa
     for part in _parts:
         if not (part in _refusing and callable(closure)):
             part.before(optimizer)
+    if after := getattr(optimizer, "_optimizer_step_post_hooks", None):
+        after[_FIRST] = _after  # a program's own may raise
+        after.move_to_end(_FIRST, last=False)
     if not callable(closure):
         return None
     evaluated = _with_parts(optimizer, closure)

@@ -273,6 +273,31 @@ def test_an_optimizer_around_another_is_declared(rank: int, world_size: int) -> 
     t.assert_equal()
 
 
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "dtensors"])
+@on_ranks(2)
+def test_a_hook_after_the_step_that_raises(rank: int, world_size: int, strategy: str) -> None:
+    """The step is through, and the program goes on: over DTensors gradients were never cleared again."""
+    t = twins(rank, world_size, strategy)
+
+    def raise_once(*_: object) -> None:
+        handle.remove()
+        raise KeyError("what a program does after its step")
+
+    t.backward()
+    t.step()
+    handle = t.optimizer.register_step_post_hook(raise_once)
+    t.backward()
+    with pytest.raises(KeyError, match="after its step"):
+        t.optimizer.step()
+    t.plain_optimizer.step()
+    for _ in range(2):
+        t.optimizer.zero_grad()
+        t.plain_optimizer.zero_grad()
+        t.backward()
+        t.step()
+    t.assert_equal()
+
+
 @on_ranks(2)
 def test_what_cannot_be_tried_is_warned_of_once(rank: int, world_size: int) -> None:
     with heard() as messages:
