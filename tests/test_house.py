@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_287
+LINES = 64_285
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_096,
     "compat": 9_329,
     "shardkit": 2_424,  # the files right there
-    "shardkit/checkpoint": 6_481,
+    "shardkit/checkpoint": 6_479,
     "shardkit/flattening": 820,
     "shardkit/fsdp": 11_481,
     "shardkit/integrations": 510,

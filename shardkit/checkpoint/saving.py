@@ -110,8 +110,8 @@ class Save:
         collected, problem = (
             attempt(lambda: self._collect(collect, before)) if earlier is None else (None, None)
         )
-        facts = "" if collected is None else repr(_facts(collected, self.ranks))
-        digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        self._given = [] if collected is None else _facts(collected, self.ranks, self._copies)
+        digest = hashlib.sha256(repr(self._given).encode()).hexdigest()[:16]
         with_state = ""  # which shards of the optimizer have state here, one digit each
         if collected is not None and collected.holder is not None:
             there = {id(slot.param) for slot, _ in collected.slots}
@@ -154,9 +154,7 @@ class Save:
         if collected is None or self.ranks.group is None:
             return
         if len({fact[4] for fact in everybody}) > 1:
-            check_same_everywhere(
-                self.ranks.group, _facts(collected, self.ranks), "what shardkit.save_training was given"
-            )
+            check_same_everywhere(self.ranks.group, self._given, "what shardkit.save_training was given")
         lacking = lacking_entries(collected, self.ranks, [str(fact[5]) for fact in everybody])
         self.parts += parts_of_rank(lacking, self.ranks.rank)
         if self.values is not None:
@@ -278,8 +276,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _facts(collected: Collected, ranks: Ranks) -> list[tuple[str, object]]:
-    return [
+def _facts(collected: Collected, ranks: Ranks, is_async: bool) -> list[tuple[str, object]]:
+    return [("async_", is_async)] + [
         (dotted(entry.path), (tuple(entry.value.shape), str(entry.value.base.dtype)))
         for entry in collected.entries
         if isinstance(entry.value, Leaf)

@@ -75,6 +75,8 @@ def test_an_error_on_one_rank_is_everybodys(rank: int, tmp_path: Path, in_backgr
         save(step=2 + rank)
     with pytest.raises(RankMismatchError, match=r"what shardkit\.save_training was given"):
         save(model=nn.Linear(4, 4 + rank))
+    with pytest.raises(RankMismatchError, match="async_"):  # they waited for each other
+        save(async_=rank == 1)
     if rank:
         folders.is_there = lambda path: False
     with pytest.raises(ConfigurationError, match=r"rank 1 does not see .* file system that all ranks share"):
