@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 MICRO, WORDS = 2, 40
 
 
-def _llama(seed: int) -> Any:
+def _llama(seed: int, several: bool) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,14 +35,17 @@ def _llama(seed: int) -> Any:
         LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, tie_word_embeddings=False, **sizes)
     )
     lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
-    return get_peft_model(llama, lora)
+    model = get_peft_model(llama, lora)
+    if several:
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.0))
+    return model
 
 
 def _optimizers(kind: str, model: Any, plain: Any) -> list[torch.optim.Optimizer]:
     """Of the ranks' model, and those of one process."""
     if kind == "adamw":
         return [
-            torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+            torch.optim.AdamW([p for n, p in m.named_parameters() if "lora_" in n], lr=1e-2, eps=1e-3)
             for m in (model, plain)
         ]
     matrices, others = ([p for p in plain.parameters() if (p.ndim == 2) is want] for want in (True, False))
@@ -57,7 +60,8 @@ class Run:
         self.rank, self.kind, self.ranks = rank, kind, torch.distributed.get_world_size()
         # so that rounding is nothing; what is packed is of at most fp32
         self.dtype, self.near = (torch.float32, 1e-4) if frozen == "packed" else (torch.float64, 1e-6)
-        self.plain, self.model = (_llama(seed).to(self.dtype) for _ in range(2))
+        # an adapter that is not in use is frozen, and would be packed
+        self.plain, self.model = (_llama(seed, frozen != "packed").to(self.dtype) for _ in range(2))
         options: dict[str, Any] = {
             "reshard": ReshardPolicy(frozen=frozen),
             "offload": OffloadPolicy(masters=kind != "muon", activations=True),
@@ -125,6 +129,10 @@ def _first(rank: int, folder: str, door: str, frozen: Any, kind: str) -> None:
                 run.loss(run.model, words), run.loss(run.plain, words), rtol=run.near, atol=run.near
             )
     run.train(range(2, 3))
+    for adapter in ("other", "default") if frozen != "packed" else ():
+        for model in (run.model, run.plain):
+            model.set_adapter(adapter)
+        run.train(range(8, 9))
     shardkit.save_training(folder, step=3, model=run.model, optimizer=run.optimizer)
     torch.save([run.plain.state_dict(), *(o.state_dict() for o in run.truths)], f"{folder}/truth{rank}.pt")
 

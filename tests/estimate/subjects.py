@@ -159,6 +159,7 @@ SUBJECTS: dict[str, Subject] = {
 
 ADAPTED = with_adapters(SUBJECTS["language"], 2, "packed")
 SUBJECTS["language, adapters on packed weights"] = ADAPTED
+SUBJECTS["language, adapters on kept weights"] = with_adapters(SUBJECTS["language"], 2, "keep")
 
 
 def measured(rank: int, name: str, strategy: str, batch: int) -> Memory:

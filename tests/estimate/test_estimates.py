@@ -35,6 +35,7 @@ CASES = [
     ("language, partly frozen", "fully_shard", 2),
     ("language, bfloat16", "fsdp", 2),
     ("language, adapters on packed weights", "fsdp", 2),
+    ("language, adapters on kept weights", "fsdp", 2),
     ("layers", "fsdp", 3),
     ("images", "fsdp-kept", 3),
 ]

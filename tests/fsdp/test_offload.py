@@ -112,7 +112,7 @@ def equal(one: list[Numbers], other: list[Numbers]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), (a, b)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_equals_training_on_the_device_to_the_bit(door: str, world_size: int, compute: Any) -> None:
