@@ -165,8 +165,9 @@ def shard_by_id(
             "it in one process, where save_training makes a checkpoint of it, and use restore_training"
         )
     said = [name for g in full["param_groups"] for name in g.get("param_names", ())]
-    noted = (versions_of(full) or {}).get(NOTE, [])
-    said, numbers = (noted * (noted != by_id), [*range(len(noted))]) if id_map else (said, numbers)
+    if id_map:  # of FSDP, whose ids go by units
+        noted = (versions_of(full) or {}).get(NOTE, [])
+        said, numbers = [] if noted == by_id else noted, [*range(len(noted))]
     if said and sorted(said) == sorted(names):
         names, id_map = said, {}
     number_of = dict(zip(names, numbers, strict=False))
@@ -176,8 +177,7 @@ def shard_by_id(
     groups: list[ParamGroup] = []
     is_sharded = any(s.world_size > 1 or s.param.shape != s.spans[0].shape for s in slots)
     kind = OrderedDict if is_sharded else dict  # as ``optimizer.state_dict()`` has them, and state below
-    local_of: dict[int, int] = {}
-    saved_with: dict[int, int] = {}  # of each index one shard
+    local_of, saved_with = dict[int, int](), dict[int, int]()  # of each index one shard
     is_finer = not id_map or any(
         given is not None and saved_with.setdefault(given, slot_of[i]) != slot_of[i]
         for i, given in id_map.items()
