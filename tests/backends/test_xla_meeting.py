@@ -71,14 +71,14 @@ def test_groups_that_share_a_rank_wait_for_each_other() -> None:
         assert threads.outcome(rank) == {r: f"from {r}" for r in (0, 1, 2)}
 
 
-def test_labels_are_shown_and_compared_where_values_are_gathered() -> None:
+@pytest.mark.parametrize(
+    "what", ["all_gather_into(float32[2])", "reduce_scatter_into(float32[4], avg)", "all_reduce"]
+)
+def test_labels_are_compared(what: str) -> None:
+    """Of two layers of one shape each rank would get the other's values, or gradients."""
     threads = Threads(2)
-    threads.arrive(0, ReplicaCall((0, 1), "all_reduce", "a"))
-    threads.arrive(1, ReplicaCall((0, 1), "all_reduce", "b"))
-    assert isinstance(threads.outcome(0), dict)
-    threads = Threads(2)
-    for rank, label in enumerate(("parameters of one unit", "of another")):  # which would get each other's
-        threads.arrive(rank, ReplicaCall((0, 1), "all_gather_into(float32[2])", label))
+    for rank, label in enumerate(("parameters of one unit", "of another")):
+        threads.arrive(rank, ReplicaCall((0, 1), what, label))
     assert isinstance(threads.outcome(1), OutOfStepError)
 
 
