@@ -165,9 +165,9 @@ def shard_by_id(
             "it in one process, where save_training makes a checkpoint of it, and use restore_training"
         )
     said = [name for g in full["param_groups"] for name in g.get("param_names", ())]
-    if id_map:  # of FSDP, whose ids go by units
-        noted = (versions_of(full) or {}).get(NOTE, [])
-        said, numbers = [] if noted == by_id else noted, [*range(len(noted))]
+    noted = (versions_of(full) or {}).get(NOTE, [])
+    # of FSDP, whose ids go by units
+    said, numbers = ([] if noted == by_id else noted, [*range(len(noted))]) if id_map else (said, numbers)
     if said and sorted(said) == sorted(names):
         names, id_map = said, {}
     number_of = dict(zip(names, numbers, strict=False))
