@@ -16,7 +16,7 @@ from tests.doors import DOORS, through
 from tests.figures.counters import OperationCounter
 from tests.figures.gpt import AdaptedLinear
 from tests.fsdp.test_extensions import Quantized
-from tests.pools import on_ranks, rank_pool, run_once
+from tests.pools import DEVICE, on_ranks, rank_pool, run_once
 
 WIDTH, LAYERS = 33, 4
 
@@ -117,19 +117,25 @@ def test_frozen_values_stay_and_are_right(wrap: str, frozen: str) -> None:
         rank_pool(world_size).run(_kept, wrap, True, world_size, frozen)
 
 
-@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
-@pytest.mark.parametrize("frozen", ["keep", "host"])
-@on_ranks(2)
-def test_of_frozen_weights_nothing_is_sent_again(rank: int, wrap: str, frozen: Any) -> None:
-    """Not a byte after the first step, with a backward to what is in front of them."""
+def _frozen_alone(rank: int, wrap: str, frozen: Any) -> list[int]:
     model = _sharded(Stack().requires_grad_(False), wrap, reshard=ReshardPolicy(frozen=frozen))
     sent = []
     for _ in range(3):
         with OperationCounter(2) as counter:
             model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
         sent.append(counter.sent)
-    assert sent[0] > 0
-    assert sent[1:] == [0, 0]
+    return sent
+
+
+@pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
+@pytest.mark.parametrize("frozen", ["keep", "host"])
+def test_of_frozen_weights_nothing_is_sent_again(wrap: str, frozen: str) -> None:
+    """Not a byte after the first step, with a backward to what is in front of them."""
+    for sent in rank_pool(2).run(_frozen_alone, wrap, frozen):
+        assert (
+            sent[0] > 0 or DEVICE["name"] == "streams"
+        )  # where other threads issue, and the counter has nothing
+        assert sent[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("wrap", ["FSDP", "fully_shard", "dtensors"])
