@@ -31,8 +31,9 @@ from shardkit import (
 )
 from shardkit.checkpoint.tools.hugging_face import read_safetensors, read_weights
 from shardkit.fsdp.sharded_api import checksum
+from tests.figures.counters import Memory, memory_of
 from tests.fsdp.test_pieces import Model, Wrap, by_wrappers, in_place
-from tests.pools import on_ranks, rank_pool
+from tests.pools import DEVICE, on_ranks, rank_pool
 
 needs_libraries = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="needs transformers and peft (extra: libraries)"
@@ -78,6 +79,28 @@ def test_all_weights_come_under_their_names(world_size: int) -> None:
     for wrap, options in ((by_wrappers, {}), (in_place, {}), (in_place, {"dtensors": True})):
         pool.run(_whole, wrap, options) if world_size > 1 else None
     pool.run(_only_one, in_place) if world_size == 1 else None
+
+
+def _memory(rank: int) -> Memory:
+    def build() -> nn.Module:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    def step(model: nn.Module, _: int) -> None:
+        for _, weights in sharding_of(model).export():
+            del weights
+
+    return memory_of(build, step)
+
+
+def test_memory_is_that_of_a_unit() -> None:
+    """Gathered, and what is handed on."""
+    if DEVICE["name"] == "streams":
+        pytest.skip("ranks are threads there, whose memory is counted together")
+    for memory in rank_pool(2).run(_memory):
+        assert memory.peak - memory.resident <= 2.1 * 256 * 257 * 4
 
 
 class Deep(nn.Sequential):
