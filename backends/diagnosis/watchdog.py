@@ -254,7 +254,7 @@ class Watch:
         self.thread = threading.get_ident()
         self._report(call)
         question = self._board.ask()
-        self._asked = max(self._asked or question, question - 2 * self._world_size)
+        self._asked = max(self._asked or question, question - 2 * self._world_size)  # all ask: two rounds
         for rank in range(self._world_size):
             if rank == self._rank:
                 continue

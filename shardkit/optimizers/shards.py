@@ -123,7 +123,7 @@ _parts: list[StepPart] = []
 _last: list[StepPart] = []  # the end of these: before an update after all others, and undone before them
 _refusing: list[StepPart] = []  # not asked before a closure, which may bring what they miss
 _registered: list[object] = []
-_LAST = _FIRST = -1  # of an optimizer's own hooks, whose numbers count from 0
+_OURS = -1  # among an optimizer's own hooks, whose numbers count from 0
 _lock = threading.Lock()  # ranks may be threads of one process
 
 
@@ -149,7 +149,7 @@ def take_part(part: StepPart, *, last: bool = False, refuses: bool = False) -> N
 @not_compiled
 def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs, is_last: bool = False) -> Tree:
     if not is_last and (own := getattr(optimizer, "_optimizer_step_pre_hooks", None)):
-        own[_LAST] = functools.partial(_before, is_last=True)  # they may change gradients: clip them
+        own[_OURS] = functools.partial(_before, is_last=True)  # they may change gradients: clip them
         return None
     # args begins with the optimizer itself
     is_first = len(args) > 1 and callable(args[1])
@@ -158,8 +158,8 @@ def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs, is_last: bool = Fa
         if not (part in _refusing and callable(closure)):
             part.before(optimizer)
     if after := getattr(optimizer, "_optimizer_step_post_hooks", None):
-        after[_FIRST] = _after  # a program's own may raise
-        after.move_to_end(_FIRST, last=False)
+        after[_OURS] = _after  # a program's own may raise
+        after.move_to_end(_OURS, last=False)
     if not callable(closure):
         return None
     evaluated = _with_parts(optimizer, closure)
@@ -170,7 +170,7 @@ def _before(optimizer: Optimizer, args: Args, kwargs: Kwargs, is_last: bool = Fa
 
 @not_compiled
 def _after(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    getattr(optimizer, "_optimizer_step_pre_hooks", {}).pop(_LAST, None)
+    getattr(optimizer, "_optimizer_step_pre_hooks", {}).pop(_OURS, None)
     for part in reversed(_parts):
         part.after(optimizer)
 

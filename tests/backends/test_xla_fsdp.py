@@ -345,14 +345,13 @@ class Turns(nn.Module):
 
 def take_turns(rank: int, flatten: bool) -> None:
     """Each rank uses a layer of its own, but in one step."""
-    case, backend, plain = Case(options={"flatten": flatten}), get_backend("xla"), build(Turns)
-    inner = moved(build(Turns), backend.device())
-    model = whole(inner, partial(FSDP, **case.options))
+    case, backend, plain = Case(Turns, whole, options={"flatten": flatten}), get_backend("xla"), build(Turns)
+    model = case.model(backend.device())
     optimizer, alone = case.make_optimizer(model), case.make_optimizer(plain)
     for step in range(STEPS):
         optimizer.zero_grad()
         alone.zero_grad()
-        inner.turn = rank if step != 1 else 0
+        model.module.turn = rank if step != 1 else 0
         loss_of(model, rank, step).backward()
         for r in range(2):
             plain.turn = r if step != 1 else 0

@@ -131,10 +131,9 @@ def _frozen_alone(rank: int, wrap: str, frozen: Any) -> list[int]:
 @pytest.mark.parametrize("frozen", ["keep", "host"])
 def test_of_frozen_weights_nothing_is_sent_again(wrap: str, frozen: str) -> None:
     """Not a byte after the first step, with a backward to what is in front of them."""
+    is_counted = DEVICE["name"] != "streams"  # other threads issue there
     for sent in rank_pool(2).run(_frozen_alone, wrap, frozen):
-        assert (
-            sent[0] > 0 or DEVICE["name"] == "streams"
-        )  # where other threads issue, and the counter has nothing
+        assert sent[0] > 0 or not is_counted
         assert sent[1:] == [0, 0]
 
 
