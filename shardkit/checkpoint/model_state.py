@@ -20,6 +20,7 @@ from ..torch_seams.tensors import facts_beside, is_dtensor, named_parts
 from ..types import StateDict, Tree
 
 EXTRA = "_extra_state"
+_WRAPPERS = (ShardedDDP, DistributedDataParallel, DataParallel)  # which average gradients
 
 
 class ModelState:
@@ -37,8 +38,11 @@ class ModelState:
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.module = model
-        while isinstance(self.module, (ShardedDDP, DistributedDataParallel, DataParallel)):
+        while isinstance(self.module, _WRAPPERS):
             self.module = self.module.module
+        self._inner, inner = "module.", getattr(self.module, "module", None)  # of an AveragedModel
+        while isinstance(inner, _WRAPPERS):
+            self._inner, inner = self._inner + "module.", inner.module
         # who wraps a model keeps it the same on all ranks; else nobody says so, and the first rank's counts
         self.same = ranks.everybody if self.module is not model else (0,)
         self.ranks = ranks
@@ -71,13 +75,17 @@ class ModelState:
         return self.ranks.everybody if number in flat.layout.copied else self._copies[id(flat)]
 
     # ------------------------------------------------------------ leaves
+    def name(self, name: str) -> str:
+        """Returns a name without what wrappers, around the model or in an average of it, added to it."""
+        return plain_name(name).replace(self._inner, "module.", 1)
+
     def leaves(self) -> dict[str, Leaf | Fixed]:
         """Lists everything that a state dict has, by name; what is no tensor as it is."""
         found: dict[str, Leaf | Fixed] = {}
         if not self.is_sharded:
             self._taken = self.module.state_dict(keep_vars=True)
             for name, value in self._taken.items():
-                add_named(found, self._leaves(plain_name(name), value))
+                add_named(found, self._leaves(self.name(name), value))
             return found
         for name, param, flat, number in written_parameters(self.module):
             if flat is None:
@@ -113,10 +121,9 @@ class ModelState:
                 flat.drop()  # what is gathered is of before
         if self.is_sharded:
             for path, m in self.module.named_modules(remove_duplicate=False):
-                name = name_at(path, EXTRA)
-                if name in found:
+                if (name := name_at(path, EXTRA)) in found:
                     m.set_extra_state(cast(Tree, found[name]))
             return
-        given = {name: found.get(plain_name(name), value) for name, value in self._taken.items()}
+        given = {name: found.get(self.name(name), value) for name, value in self._taken.items()}
         with torch.no_grad():
             self.module.load_state_dict(given, strict=True)

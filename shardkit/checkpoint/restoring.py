@@ -188,9 +188,7 @@ class OptimizerReads:
             value = torch.zeros(found.shape, dtype=found.dtype, device=device)
             read.append((span, value))
             yield Wanted(name, whole(name, value, (0,)))
-        if not read:
-            for span, name in names.items():
-                read.append((span, self._stored.object(name)))
+        read = read or [(span, self._stored.object(name)) for span, name in names.items()]
         self._numbers.append((state, key, read))
 
     def finish(self) -> None:
@@ -345,6 +343,8 @@ class _Restoring:
         objects: dict[str, str] = {}
         self._objects[part] = objects
         leaves = module.leaves()
+        if len(there) == len(leaves) and there.keys() != leaves.keys():
+            there = {module.name(name): full for name, full in there.items()}  # as ema= was saved once
         missing, unexpected = set(leaves) - set(there), set(there) - set(leaves)
         if not there:
             self._refuse(part)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.swa_utils import AveragedModel
 
 import shardkit
 from shardkit import (
@@ -393,3 +394,19 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shardkit.save(model)  # type: ignore[call-overload]
     shardkit.save({"a": 1}, tmp_path / "a.pt")
     assert shardkit.load(tmp_path / "a.pt") == {"a": 1}
+
+
+@pytest.mark.parametrize("writer", ["oss", "ddp", "plain", "fsdp"])
+@on_ranks(2)
+def test_an_average_of_what_is_wrapped_otherwise(rank: int, writer: str, tmp_path: Path) -> None:
+    """Its names are the model's, whatever it was made over."""
+    model, ema = build(writer, 1)[0], AveragedModel(build(writer, 2)[0])
+    shardkit.save_training(tmp_path, step=1, model=model, ema=ema)
+    truth = AveragedModel(build("plain", 2)[0]).state_dict()
+    for reader in ("plain", "oss", "ddp", "fsdp", "fully_shard", "dtensors"):
+        ema = AveragedModel(build(reader, 3)[0])
+        shardkit.restore_training(tmp_path, model=build(reader, 3)[0], ema=ema)
+        shardkit.save_training(tmp_path / reader, step=1, ema=ema)
+        ema = AveragedModel(build("plain", 3)[0])
+        shardkit.restore_training(tmp_path / reader, ema=ema)
+        torch.testing.assert_close(ema.state_dict(), truth, rtol=0, atol=0)
