@@ -163,9 +163,7 @@ class Parts:
     @property
     def optimizers(self) -> list[Optimizer]:
         given = self.optimizer
-        if given is None or isinstance(given, Sequence):
-            return list(given or ())
-        return [given]
+        return list(given or ()) if given is None or isinstance(given, Sequence) else [given]
 
     @property
     def schedulers(self) -> Stateful | None:

@@ -398,8 +398,7 @@ class WholeHolder(Holder):
         rest = iter(states)
         by_inner: list[dict[int, StateDict]] = []
         for inner in self._inners:
-            found = {k: next(rest) for k in range(len(inner.spans))}
-            by_inner.append({k: state for k, state in found.items() if state})
+            by_inner.append({k: state for k in range(len(inner.spans)) if (state := next(rest))})
         self.optimizer.take_states(by_inner, groups)
 
 
@@ -415,8 +414,6 @@ def holder_of(optimizer: Optimizer, names: ParameterNames) -> Holder:
         if not isinstance(found, Optimizer):
             break
         inner = found
-    if isinstance(inner, AdaScale):
-        inner = inner.optimizer
     if not isinstance(inner, Optimizer):
         raise ConfigurationError(f"optimizer is a {type(optimizer).__name__}, expected a torch optimizer")
     if isinstance(inner, OSS):

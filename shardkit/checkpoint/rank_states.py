@@ -56,11 +56,10 @@ def set_random_states(backend: Backend, states: StateDict) -> None:
         random.setstate((version, tuple(inner), gauss))
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            kind, keys, position, has_gauss, gauss = states["numpy"]
-            numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), position, has_gauss, gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        kind, keys, position, has_gauss, gauss = states["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), position, has_gauss, gauss))
     if backend.device_type != "cpu" and backend.device_type in states:
         backend.set_rng_state(states[backend.device_type])
 

@@ -14,6 +14,7 @@ from shardkit.checkpoint.format.metadata import read_metadata
 from shardkit.checkpoint.tools import Conversion, compare, convert, open_checkpoint, verify
 from tests.checkpoint_tools.samples import assert_same
 from tests.pools import rank_pool
+from tests.training_checkpoints.programs import Place
 
 
 def _build(seed: int) -> tuple[Any, Any]:
@@ -34,19 +35,32 @@ def _train(rank: int, folder: str) -> Any:
     """Saves, goes on; does so again from each converted checkpoint: the same numbers."""
     model, optimizer = _build(1)
     _step(model, optimizer, 10 + rank)
-    shardkit.save(folder, model=model, optimizer=optimizer, step=4, extra={"place": (1, [2])})
+    parts: Any = {
+        "scaler": shardkit.ShardedGradScaler(init_scale=4.0 + 4.0),
+        "loader": Place({"at": 5 + rank}),
+    }
+    parts["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    extra = {"place": (1, [2]), "log": [{"loss": 0.5}, {}]}
+    shardkit.save(folder, model=model, optimizer=optimizer, step=4, extra=extra, **parts)
+    drawn = torch.rand(3)
     full = {k: v.clone() for k, v in model.state_dict().items()}
     if rank == 0:
+        convert(folder, f"{folder}-dcp", Conversion("dcp"))
         for to in ("torch", "fairscale"):
             convert(folder, f"{folder}-{to}", Conversion(to))
             convert(f"{folder}-{to}", f"{folder}-{to}-dcp", Conversion("dcp"))
     torch.distributed.barrier()
     _step(model, optimizer, 20 + rank)
     expected = {k: v.clone() for k, v in model.state_dict().items()}
-    for to in ("torch", "fairscale"):
+    for to in ("-torch", "-fairscale", ""):
         other, its_optimizer = _build(2)
-        found = shardkit.restore(f"{folder}-{to}-dcp", model=other, optimizer=its_optimizer)
+        its: Any = {"scaler": shardkit.ShardedGradScaler(), "loader": Place(None)}
+        its["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(its_optimizer, 7)
+        found = shardkit.restore(f"{folder}{to}-dcp", model=other, optimizer=its_optimizer, **its)
         assert found.step == 4
+        assert to or found.extra == extra
+        assert [s.state_dict() for s in its.values()] == [s.state_dict() for s in parts.values()]
+        assert torch.equal(torch.rand(3), drawn)
         _step(other, its_optimizer, 20 + rank)
         found_state = other.state_dict()
         # statistics are each rank's own; the first one's are kept
@@ -62,7 +76,7 @@ def test_back_and_forth(tmp_path: Path) -> None:
     assert (source.kind, source.facts["step"], source.facts["world_size"]) == ("shardkit", 4, 2)
     assert_same({k: v.read() for k, v in source.model.items()}, full)
     saved = torch.load(f"{folder}-torch", weights_only=False)
-    assert saved["extra"] == {"place": (1, [2])}
+    assert saved["extra"]["place"] == (1, [2])
     assert set(saved["rank_states"]) == {"0", "1"}
     back = compare(source, open_checkpoint(f"{folder}-torch-dcp"))
     assert back.differences == []

@@ -35,10 +35,7 @@ def write_atomically(
         before_replacing: called at the last moment; if it raises, nothing is replaced.
     """
     target = os.path.realpath(path)
-    try:
-        old: os.stat_result | None = os.stat(target)
-    except FileNotFoundError:
-        old = None
+    old = os.stat(target) if os.path.exists(target) else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise ConfigurationError(f"{os.fspath(path)} is no regular file; pass the path of a file")
     folder, name = os.path.split(target)
@@ -114,11 +111,9 @@ def take_name_of_folder(temporary: str, target: str, aside: str) -> None:
             os.rename(aside, target)
         raise
     sync(os.path.dirname(target))
-    if not is_taken:
-        return
-    if os.path.isdir(aside):
+    if is_taken and os.path.isdir(aside):
         shutil.rmtree(aside, ignore_errors=True)
-    else:
+    elif is_taken:
         os.unlink(aside)
 
 

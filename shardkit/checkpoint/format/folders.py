@@ -83,12 +83,10 @@ def begin(folder: str, step: int, spare: str = "") -> str:
     return path
 
 
-def finish(temporary: str, folder: str, step: int) -> str:
+def finish(temporary: str, folder: str, step: int) -> None:
     """Gives a folder, all files of which are synced, its name; a checkpoint of the same step gives way."""
     sync(temporary)
-    target = os.path.join(folder, step_name(step))
-    take_name_of_folder(temporary, target, _temporary(folder, step, "old"))
-    return target
+    take_name_of_folder(temporary, os.path.join(folder, step_name(step)), _temporary(folder, step, "old"))
 
 
 def keep_newest(folder: str, count: int | None, new: int) -> None:

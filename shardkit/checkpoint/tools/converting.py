@@ -15,7 +15,7 @@ from ..data_file import Written, describe
 from ..files.writing import folder_written_whole, write_atomically
 from ..format.manifest import NAME as MANIFEST
 from ..format.manifest import Manifest, ManifestItem, best_hash, stored_file
-from ..format.metadata import dotted
+from ..format.metadata import dotted, read_metadata
 from . import rank_files
 from .comparing import compared, open_checkpoint
 from .hugging_face import check_shard_size, without_wrappers, write_hugging_face
@@ -113,17 +113,27 @@ def tie(model: StateDict, pairs: Sequence[tuple[str, str]]) -> None:
 _DATA = "__0_0.distcp"
 
 
-def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_size: int) -> None:
+def write_distributed(folder: str, tree: StateDict, checkpoint: Checkpoint) -> None:
     """Writes one data file, the table of contents, and checksums of all.
 
     Args:
         folder: empty.
-        step, run, world_size: for ``shardkit.json``.
+        checkpoint: that the tree was made of.
     """
+    step = checkpoint.facts.get("step", checkpoint.tree.get("step"))
+    run = str(checkpoint.facts.get("run", "converted"))
+    whole: set[Path] = set()
+    if checkpoint.kind in ("shardkit", "dcp"):
+        table = read_metadata(checkpoint.path)
+        whole |= {table.paths[name] for name in table.objects}
+    own: Tree = tree.get("rank_states")
+    own = own if isinstance(own, dict) else {}
+    if own:  # a training, by whatever files it came
+        whole |= {("scheduler",), ("scaler",), *(("rank_states", r, k) for r in own for k in own[r])}
     records: list[Written] = []
     path = os.path.join(folder, _DATA)
     with open(path, "wb") as file:
-        for keys, value in leaves(tree, tuples=False):
+        for keys, value in leaves(tree, whole=whole):
             start, shape, dtype = file.tell(), None, None
             if isinstance(value, StoredTensor):
                 write_torch_file(file, value)
@@ -138,7 +148,8 @@ def write_distributed(folder: str, tree: StateDict, step: int, run: str, world_s
     kind = best_hash()
     items = [ManifestItem(dotted(r.path), r.offset, r.length, "") for r in records]
     files = {_DATA: stored_file(path, items, kind)}
-    manifest = Manifest(step=step, run=run, world_size=world_size, files=files, hash=kind)
+    number, ranks = step if type(step) is int else 0, len(own) or 1  # restore_training() looks for so many
+    manifest = Manifest(step=number, run=run, world_size=ranks, files=files, hash=kind)
     describe(folder, {_DATA: records}, manifest)
 
 
@@ -301,8 +312,7 @@ def _model_alone(checkpoint: Checkpoint, tree: StateDict, how: Conversion, done:
         what = "files of ranks hold" if how.ranks else "Hugging Face's format holds"
         why = "" if how.model_only else f" ({what} the model alone)"
         done.notes.append(f"left out{why}: {', '.join(others)}")
-    for part in checkpoint.model_path:
-        tree = tree[str(part)]
+    tree = at(tree, checkpoint.model_path)
     if how.to == "hf":
         tree = Checkpoint("", "", tree).model
         tree, removed = without_wrappers(tree)
@@ -359,11 +369,7 @@ def _write_folder(
     folder: str, tree: StateDict, checkpoint: Checkpoint, how: Conversion, done: Converted
 ) -> None:
     if how.to == "dcp":
-        step = checkpoint.facts.get("step", checkpoint.tree.get("step"))
-        number = step if type(step) is int else 0
-        own = tree.get("rank_states")
-        world_size = len(own) if isinstance(own, dict) and own else 1  # restore() looks for so many
-        write_distributed(folder, tree, number, str(checkpoint.facts.get("run", "converted")), world_size)
+        write_distributed(folder, tree, checkpoint)
     elif how.to == "hf":
         files_from = how.files_from
         if files_from is None and checkpoint.kind == "hf" and os.path.isdir(checkpoint.path):

@@ -191,8 +191,7 @@ def write_hugging_face(
     if others:
         notes.append(f"left out, since safetensors files hold tensors alone: {', '.join(sorted(others))}")
     tensors, shared = without_ties({n: v for n, v in model.items() if isinstance(v, StoredTensor)})
-    for name, kept in shared.items():
-        notes.append(f"{name} is tied to {kept}: written once")
+    notes += [f"{name} is tied to {kept}: written once" for name, kept in shared.items()]
     files = SafetensorsFiles(folder, max_shard_size, shared)
     for name, tensor in sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize):
         files.add(name, tensor.dtype, tensor.shape, tensor.blocks())
@@ -223,7 +222,6 @@ class SafetensorsFiles:
     """
 
     def __init__(self, folder: str, max_shard_size: int, tied: Mapping[str, str] | None = None) -> None:
-        check_shard_size(max_shard_size)
         self._folder, self._most, self._tied = folder, max_shard_size, tied or {}
         self._files: list[list[str]] = []  # names of tensors in each that is whole
         self._aside: dict[str, tuple[torch.dtype, Sequence[int]]] = {}  # in none yet

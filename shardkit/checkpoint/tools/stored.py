@@ -11,7 +11,7 @@ import dataclasses
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
@@ -331,18 +331,20 @@ def without_ties(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredT
     return kept, shared
 
 
-def leaves(tree: object, path: Path = (), tuples: bool = True) -> Iterator[tuple[Path, object]]:
+def leaves(tree: object, path: Path = (), whole: Set[Path] | None = None) -> Iterator[tuple[Path, object]]:
     """Yields tensors, and values without tensors in them, with their keys. A list of plain values is one value.
 
     Args:
-        tuples: look for tensors in tuples, too; torch's planner doesn't.
+        whole: paths of what is not taken apart; nor are tuples then, as torch's planner does.
     """
-    if isinstance(tree, Mapping):
+    if path in (whole or ()):
+        yield path, tree
+    elif isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from leaves(value, (*path, key), tuples)
-    elif (isinstance(tree, list) or (tuples and isinstance(tree, tuple))) and _is_taken_apart(tree):
+            yield from leaves(value, (*path, key), whole)
+    elif (isinstance(tree, list) or (whole is None and isinstance(tree, tuple))) and _is_taken_apart(tree):
         for index, value in enumerate(tree):
-            yield from leaves(value, (*path, index), tuples)
+            yield from leaves(value, (*path, index), whole)
     else:
         yield path, tree
 
