@@ -406,8 +406,6 @@ class InSegments(Placement):
 
             loss = optimizer.step(evaluated, **kwargs)
         put_back()
-        for segment in self.segments:
-            segment.is_used_up = True
         self.publish()
         return loss
 

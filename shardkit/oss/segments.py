@@ -8,13 +8,12 @@ rank works on one flat tensor [S] per group and dtype that holds its segment, pa
 everywhere; element-wise optimizers can't tell the difference. Which segment is "mine" enters the graph as
 data (an index), never as a shape.
 
-[Note: gradients of segments] The reduced gradient lives in ``own.grad``; parameters keep none after backward. It is
-replaced by the next reduction once a step has read it or ``zero_grad`` of the optimizer or the wrapper was called,
-else added to. The module's own ``zero_grad`` is noticed too: the smallest parameter carries a stand-in as its
-``grad`` in between, which such a call removes or writes to. Parameters that got no gradient (frozen, unused)
-share a segment with others that did: a step puts their elements, and those of their state, back. torch's own clipping
-and loss scaling, which go through ``parameters()``, meet the stand-in, and through it the segment on all ranks; all
-else that would read it is refused.
+[Note: gradients of segments] The reduced gradient lives in ``own.grad``; parameters keep none after backward. The next
+reduction adds to it, after a step too, until ``zero_grad`` of the optimizer or the wrapper is called. The module's own
+``zero_grad`` is noticed as well: the smallest parameter carries a stand-in as its ``grad`` in between, which such a
+call removes or writes to. Parameters that got no gradient (frozen, unused) share a segment with others that did: a
+step puts their elements, and those of their state, back. torch's own clipping and loss scaling, which go through
+``parameters()``, meet the stand-in, and through it the segment on all ranks; all else that would read it is refused.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class FlatSegment:
         params, owners: the parameters, and the rank of each.
         has_parts: each rank has a part of every parameter, whoever owns it.
         has_masters: ``own`` is in fp32, and state of parameters of 16 bits.
-        is_used_up: a step has read the gradient: the next reduction replaces it.
     """
 
     has_parts = False
@@ -87,7 +85,6 @@ class FlatSegment:
             dtype = dtype_of_update(own)
         self.own = nn.Parameter(own.to(dtype or own.dtype), requires_grad=True)
         self.has_masters = self.own.dtype != own.dtype and not self.has_parts
-        self.is_used_up = True  # see [Note: gradients of segments]
         self._flags: torch.Tensor | None = None  # [F]; None while every parameter has a gradient
         self._there: list[bool] = []  # which parameters have a gradient of this rank for the next step
         self._left_out: set[int] | None = set()  # which had none in some step; None once that was warned of
@@ -116,7 +113,7 @@ class FlatSegment:
         mine = packed.new_empty(self._form.sizes[self.group.rank])
         channel.reduce_scatter_into(mine, packed, op=ReduceOp.AVG, label="gradients")
         mine = mine.to(self.own.dtype)
-        self._keep(mine[:size], there, None if all(there) else mine[size:], add=not self.is_used_up)
+        self._keep(mine[:size], there, None if all(there) else mine[size:], add=True)
 
     @torch.no_grad()
     def take_gradient(self) -> None:
@@ -138,7 +135,6 @@ class FlatSegment:
             there = list(map(or_, there, self._there))
         self.own.grad, self._there = gradient, there
         self._flags = flags
-        self.is_used_up = False
         for p in self.params:
             p.grad = None
         mark = torch.zeros_like(self.marked).as_subclass(SegmentGradient)
@@ -159,7 +155,6 @@ class FlatSegment:
     def clear_gradient(self) -> None:
         self.own.grad = None
         self._flags = None
-        self.is_used_up = True
 
     def stand_down(self) -> None:
         """Clears as :meth:`clear_gradient` does, and no parameter shows a gradient on behalf of the others."""
