@@ -38,14 +38,14 @@ from ..checks import (
 from ..errors import ConfigurationError, LifecycleError, RankMismatchError, RedirectedError
 from ..flattening.wrapper import FLAT_PREFIX, FlatParameter
 from ..layout import ShardLayout
-from ..optimizers.shards import IN_BACKWARD, are_registered, listing_of, refuse_steps_in_backward
+from ..optimizers.shards import IN_BACKWARD, are_registered, listing_of, refuse_steps_in_backward, take_part
 from ..policy import Compression
 from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
 from ..torch_seams.tensors import check_within, dimension_of, is_dtensor, memory_of, mesh_over, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
 from .flat_param import FlatParam, Stored, no_values, own_shard, put_together
-from .optimizer_check import first_steps, notice_scaling, step_locally, watch_steps
+from .optimizer_check import first_steps, local_steps, notice_scaling, watch_steps
 from .originals import (
     COPIED,
     ORDER,
@@ -156,7 +156,7 @@ def _run(state: ShardingState, modules: list[nn.Module], borrowed: list[FlatPara
     answer_for(modules, state.door is state.module, state.options.dtensors)
     take(state, modules)
     if state.options.dtensors:
-        step_locally([listing.param for flat in state.flats for listing in flat.listings])
+        take_part(local_steps, last=True)
 
 
 # ------------------------------------------------------------ find

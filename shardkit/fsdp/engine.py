@@ -107,7 +107,7 @@ from ..torch_seams.hooks import (
     unnoted,
 )
 from ..wrapping.activations import Activations
-from .flat_param import GATHERING, LOCKED, FlatParam, Landing, Store, start_together
+from .flat_param import GATHERING, LOCKED, FlatParam, Landing, Store, find_kept_views, start_together
 from .originals import changed_since_forward, written_original
 from .unit import ROW, SmallUnits, Unit, UnitCall, refuse_steps, rounds_of, rows_of_small
 
@@ -612,7 +612,7 @@ class Engine:
             self.state.began = next(moments)
             self._calls, self._ends, self._around = [], [], []
             is_first = not self.pending
-            if is_first:
+            if is_first and self._asked:
                 self._settle_frozen()
             for unit in self.units:
                 self._replan = unit.notice_trainable() or self._replan
@@ -722,6 +722,8 @@ class Engine:
             if self._frozen and not self.is_alone:
                 self._ask_frozen()
         self._lock_held()
+        if not torch.is_grad_enabled():
+            find_kept_views(self._flats)
         for flat in self._flats:
             if flat.store.state is LOCKED and flat.written:
                 raise written_original(flat)
@@ -730,13 +732,10 @@ class Engine:
 
     def _lock_held(self) -> None:
         """Locks what stays gathered after forward: it is for backward, or for nobody, and not for the program."""
-        for unit in self.units:
-            if unit.is_held:
-                self._lock(unit.needs)
-        if self._held:
-            self._lock(self._held)
-        if self._keeping:  # frozen values, for the next step
-            self._lock([flat for unit in self._keeping for flat in unit.flats if flat.kept_at is not None])
+        held = map(attrgetter("needs"), filter(attrgetter("is_held"), self.units))
+        kept = map(attrgetter("flats"), self._keeping)  # frozen values, for the next step
+        for flat in itertools.chain(self._held, *held, filter(attrgetter("kept_at"), itertools.chain(*kept))):
+            flat.store.lock()
 
     def _make_plan(self) -> None:
         self._replan = False
@@ -823,7 +822,9 @@ class Engine:
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
-        others = [state.owner for state in self.state.before]
+        others = list(
+            map(attrgetter("owner"), self.state.before)
+        )  # a comprehension would be a call in each step
         sends_last = not others or (not by_gradient and self.state.sends_last())
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
@@ -1010,6 +1011,7 @@ class Engine:
         for unit in self.units:
             unit.end_backward()
         self._lock_held()
+        find_kept_views(self._flats)
         self.units[0].backwards += not self.is_alone  # of ranks that are, some may have more
         if self._after_backward is not None:
             self._after_backward()
@@ -1114,10 +1116,6 @@ class Engine:
             if flat.store.users <= 0:
                 flat.store.release()
 
-    def _lock(self, flats: Sequence[FlatParam]) -> None:
-        for flat in flats:
-            flat.store.lock()
-
     # ------------------------------------------------------------ steps of others
     def attend(self, unit: Unit, inside: Callable[[], None]) -> None:
         """Gathers a unit and gives it back, as ranks do that call it (collective); ``inside`` comes in between."""
@@ -1161,7 +1159,7 @@ class Engine:
             flat.hold()
             if flat.store.state is GATHERING:
                 flat.store.finish()
-        self._lock(self._held)
+        self._lock_held()
 
     def give_back_all(self) -> None:
         """Ends that, on this rank; in which order units were called last is not what other ranks did."""

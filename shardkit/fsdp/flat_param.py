@@ -37,7 +37,8 @@ memory is given back, it is a tensor without memory: reading it would end the pr
 where a module of the unit keeps one, or anybody what ``.data`` has given, it changes its class with the original
 parameters (see [Note: released] of ``originals.py``), and back when they have their values again. To find it costs a
 step nothing: storage knows how many tensors look at it. Where they are no more than the last time, and all were
-autograd's then, nothing is new; else the attributes of the unit's modules are looked through.
+autograd's then, nothing is new; else the attributes of the unit's modules are looked through. Between steps, where no
+graph needs the memory, one look at all objects finds views that a program keeps anywhere (from torch 2.10 on).
 
 [Note: given back] What autograd saved has its memory again when backward enters a unit by what forward returned or a
 module kept. By what left otherwise (in a closure, a global list) it would come to no memory, and the process to its
@@ -73,6 +74,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import gc
 import math
 import weakref
 from abc import ABC, abstractmethod
@@ -271,6 +273,7 @@ class Store(ABC):
         is_whole: this rank's shard has all values, as they are computed with.
         summoned: all values in full precision, [W * S], while they are what original parameters are views of.
         joins: equal where shards can travel as one message; None where they travel alone.
+        kept_views: those of its memory, where that is given back after use.
         copied: version, memory and some numbers of the shard that the device has a copy of, on the host.
         landing: brings gradients to a shard on the host beside what is computed, where something does.
         away: tensors without memory, and the versions that they have with it; see [Note: given back].
@@ -279,6 +282,7 @@ class Store(ABC):
     keeps_shapes = True
     serves_on = False
     joins: object = None
+    kept_views: KeptViews | None = None
     copied: tuple[object, ...] | None = None
     landing: Landing | None = None
     away: tuple[list[torch.Tensor], list[int]] | None = None
@@ -422,6 +426,8 @@ class Store(ABC):
             self._lent = []
         for original in self._originals:
             original.param.__class__ = original.kind
+        if (kept := self.kept_views) is not None and kept.found and self.state is not SUMMONED:
+            kept.reveal()
         if self._flat.lists_dtensors:
             self._be_attributes(True)
         try:
@@ -450,6 +456,8 @@ class Store(ABC):
             original.param.__class__ = original.released
         if self._flat.lists_dtensors:
             self._be_attributes(False)
+        if self.kept_views is not None and self._flat.modules:  # else it is new
+            self.kept_views.conceal(self._flat.modules, self._lent)
 
     def note_data(self, number: int, data: torch.Tensor | None) -> None:
         """Notes that a program has asked for the data of an original parameter in use, or has set them (None)."""
@@ -528,57 +536,60 @@ class KeptViews:
     """The views of one flat parameter's original parameters that modules keep.
 
     Args:
-        memory: identifies the storage that original parameters are views of.
+        full: what original parameters are views of; other views of it are ours.
         originals: in the order of ``layout``.
 
     Attributes:
+        memory: identifies its storage.
         found: those that were; some may be gone.
+        usual: how many tensors look at the memory between steps, beside those that were found.
     """
 
-    def __init__(self, memory: int, originals: Sequence[OriginalParameter], layout: ShardLayout) -> None:
-        self._memory = memory
+    def __init__(
+        self, full: torch.Tensor, originals: Sequence[OriginalParameter], layout: ShardLayout
+    ) -> None:
+        self.memory = full.untyped_storage()._cdata
+        self._full = full
         self._originals = originals
         self._layout = layout
         # How many tensors looked at the memory the last time none was kept; by whether gradients were enabled, and
         # whether a backward ran.
         self._familiar: dict[tuple[bool, bool], int] = {}
         self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
+        self.usual = 0
 
     def conceal(self, modules: Sequence[nn.Module], lent: Sequence[tuple[int, TensorWeakRef]]) -> None:
         """Notes that the memory is about to be given back; views may be kept by these modules, or by whoever."""
         state = (torch.is_grad_enabled(), current_backward() != NO_BACKWARD)
-        now = _holders_of(self._memory)
+        now = _holders_of(self.memory)
         alive = [data for _, ref in lent if (data := ref()) is not None] if lent else []
         if not self.found and not alive and now <= self._familiar.get(state, 0):
             self._familiar[state] = now
             return
-        self._find(modules, alive)
-        if not self.found:
-            self._familiar[state] = _holders_of(self._memory)
-            return
-        offsets, numbers = zip(
-            *sorted((start, k) for k, start in enumerate(self._layout.offsets())), strict=True
-        )
-        with as_tensors():
-            for ref, _ in self.found:
-                tensor: Tree = ref()
-                offset = int(local_of(tensor).storage_offset())
-                number = numbers[max(0, bisect.bisect_right(offsets, offset) - 1)]
-                kept_views[tensor] = known_originals[id(self._originals[number].param)][1:]
-                kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else ReleasedView
-                tensor.__class__ = without_values(kind, tensor)
-
-    def _find(self, modules: Sequence[nn.Module], lent: Sequence[torch.Tensor]) -> None:
-        found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
-        own = {id(original.param) for original in self._originals}
         kept = chain.from_iterable(_tensors_in(list(module.__dict__.values())) for module in modules)
-        for tensor in chain(lent, kept):
-            local = local_of(tensor)
-            if id(tensor) in own or id(tensor) in found or not torch._C._has_storage(local):
-                continue
-            if _memory_of(local) == self._memory:
+        self.add(chain(alive, kept))
+        if not self.found:
+            self._familiar[state] = _holders_of(self.memory)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes the values from those of these tensors that are views of the memory, and from what was found before."""
+        found = {id(t): (ref, kind) for ref, kind in self.found if (t := ref()) is not None}
+        own = {id(t) for original in self._originals for t in (original.param, local_of(original.param))}
+        for tensor in tensors:
+            if id(tensor) in own or id(tensor) in found or tensor is self._full or tensor._base is self._full:
+                continue  # ours
+            if torch._C._has_storage(local := local_of(tensor)) and _memory_of(local) == self.memory:
                 found[id(tensor)] = (TensorWeakRef(tensor), type(tensor))
         self.found = list(found.values())
+        starts = sorted((start, k) for k, start in enumerate(self._layout.offsets()))
+        with as_tensors():
+            for ref, _ in self.found:
+                view: Tree = ref()
+                offset = int(local_of(view).storage_offset())
+                number = starts[max(0, bisect.bisect_right(starts, (offset, math.inf)) - 1)][1]
+                kept_views[view] = known_originals[id(self._originals[number].param)][1:]
+                kind = ReleasedParameter if isinstance(view, nn.Parameter) else ReleasedView
+                view.__class__ = without_values(kind, view)
 
     def reveal(self) -> None:
         """Notes that the memory is back."""
@@ -587,15 +598,35 @@ class KeptViews:
                 tensor.__class__ = kind
 
 
+def find_kept_views(flats: Sequence[FlatParam]) -> None:
+    """Finds views that a program keeps anywhere, where more tensors than usual look at memory that no graph needs.
+
+    It looks at all objects that there are (some 50 ms): after the first backward, and where a view may be new.
+    """
+    suspects = []
+    for flat in flats:
+        views = flat.store.kept_views
+        if views is not None and flat.store.state is not GATHERED:
+            now = _holders_of(views.memory) - len(views.found)
+            if now > views.usual:
+                suspects.append(views)
+            views.usual = now  # a thread of gloo may have been one of them
+    # before torch 2.10 a tensor that C++ alone holds may come to its end while it is looked at here
+    if suspects and torch.__version__ >= "2.10":
+        with as_tensors():
+            tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+            for views in suspects:
+                views.add(tensors)
+                views.usual = _holders_of(views.memory) - len(views.found)
+
+
 def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
     """Yields all tensors in nested lists, tuples, sets and dicts, and what derives from these; not deeper: cycles."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, list | tuple | set) and depth:
-            yield from _tensors_in(value, depth - 1)
-        elif isinstance(value, dict) and depth:
-            yield from _tensors_in(list(value.values()), depth - 1)
+        elif isinstance(value, dict | list | tuple | set) and depth:
+            yield from _tensors_in(list(value.values()) if isinstance(value, dict) else value, depth - 1)
 
 
 class Stored(Store):
@@ -604,6 +635,7 @@ class Stored(Store):
     Such views are the original parameters, and what autograd saved of them.
     """
 
+    kept_views: KeptViews
     serves_on = True  # views of the memory may be saved for backward
     _unpack_rank: Callable[[int, torch.Tensor], None] | None = None
 
@@ -633,8 +665,8 @@ class Stored(Store):
         if self._group.world_size > 1 and (isinstance(self._layout, PackedLayout) or self._layout.runs > 1):
             unpacking = Unpacking(self._layout, full)
             self._unpack, self._unpack_rank = unpacking.unpack, unpacking.unpack_rank
-        self.memory = full.untyped_storage()._cdata
-        self._kept_views = KeptViews(self.memory, self._originals, self._layout)
+        self.kept_views = KeptViews(full, self._originals, self._layout)
+        self.memory = self.kept_views.memory
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -721,14 +753,7 @@ class Stored(Store):
             shard = self._shard = self._flat.param.data.view(-1)
         return shard
 
-    def finish(self) -> None:
-        """Goes from gathering to gathered; as others do, with a call less."""
-        if self.in_flight is None:
-            return  # it has failed, and there are no values
-        (work, values), self.in_flight = self.in_flight, None
-        with self._flat.ranges.gather_wait():
-            work.wait()
-        self.state = GATHERED
+    def _show_gathered(self, values: torch.Tensor) -> None:
         if values is not self._full:
             self._backend.take_storage(self._full)
             if self._unpack is None:
@@ -747,17 +772,6 @@ class Stored(Store):
         if self._flat.keeps_on_host:
             self._to_host(self._full)
         self._reveal()
-        if self._kept_views.found:
-            self._kept_views.reveal()
-
-    def lock(self) -> None:
-        super().lock()
-        if self.state is LOCKED:
-            self._kept_views.conceal(self._flat.modules, self._lent)
-
-    def unlock(self) -> None:
-        super().unlock()
-        self._kept_views.reveal()
 
     def _give_back(self, until_backward: bool = False) -> None:
         is_there = self.state is not GATHERING and self._flat.host is None
@@ -767,7 +781,6 @@ class Stored(Store):
             self._look_at(torch.empty_like(self._full))
             self.show(self._full)
         self._conceal(True)
-        self._kept_views.conceal(self._flat.modules, self._lent)
         self._backend.release_storage(self._full)
         self.state = RELEASED if self._kept is None else KEPT
 

@@ -447,13 +447,7 @@ def _returned(listed: DTensor, local: nn.Parameter, before: StateDict, now: Stat
     return found
 
 
-_local_steps = _LocalSteps()
-
-
-def step_locally(params: Sequence[nn.Parameter]) -> None:
-    """Makes optimizers that list these DTensors update local memory from now on."""
-    if any(map(is_dtensor, params)):
-        take_part(_local_steps, last=True)
+local_steps = _LocalSteps()
 
 
 # ------------------------------------------------------------ the step of an optimizer as a part of backward

@@ -119,8 +119,8 @@ class Packed(Stored):
 
     def _look_at(self, full: torch.Tensor) -> None:
         self._full = full.new_empty(self._shown.numel, dtype=self._computed)
-        self.memory = self._full.untyped_storage()._cdata
-        self._kept_views = KeptViews(self.memory, self._originals, self._shown)
+        self.kept_views = KeptViews(self._full, self._originals, self._shown)
+        self.memory = self.kept_views.memory
         self._unpack = self.unpack
 
     def unpack(self, gathered: torch.Tensor) -> None:

@@ -1119,14 +1119,9 @@ class Unit:
             return any(map(is_not, map(_grad_of, originals), repeat(None)))  # of every unit in every backward
 
     def drop_local_gradients(self) -> None:
-        for local in self._local:
-            for one in local:
-                one.drop()
+        for one, _ in self.local_gradients():
+            one.drop()
         self.keeps_local = False
-        with as_tensors():
-            for flat in self.flats:
-                for m in flat.originals:
-                    m.param.grad = None
 
     def end_backward(self) -> None:
         """Gets ready for the next one."""
