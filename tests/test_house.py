@@ -11,12 +11,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = 64_285
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_096,
+    "backends": 7_094,
     "compat": 9_329,
     "shardkit": 2_424,  # the files right there
     "shardkit/checkpoint": 6_479,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_481,
+    "shardkit/fsdp": 11_483,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,

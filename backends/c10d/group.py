@@ -205,7 +205,7 @@ class CallOrder:
         return found
 
 
-_LATE = 1.0  # seconds beyond its time that a poll may take
+_LATE = 1.0  # seconds that a look may take
 _PAUSES = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # seconds between looks
 
 
@@ -242,21 +242,19 @@ class Agreement:
 
     def wait(self, timeout: timedelta = timedelta()) -> None:
         """Raises RuntimeError when the time is over."""
-        seconds = timeout.total_seconds()
-        until = time.monotonic() + seconds
-        with contextlib.suppress(NoAnswer):
-            self._completed = STORE_THREAD.ask(lambda: self._poll(until), seconds + _LATE, patient=True)
-        if not self._completed:
-            raise RuntimeError("the agreement timed out")
-
-    def _poll(self, until: float) -> bool:
-        looks = 0
-        while not self._store.check([self._done]):
+        until, looks = time.monotonic() + timeout.total_seconds(), 0
+        while True:
+            # look by look: ranks may be threads, of which one could say nothing while another one's look goes on
+            with contextlib.suppress(NoAnswer):
+                self._completed = STORE_THREAD.ask(
+                    lambda: self._store.check([self._done]), _LATE, patient=True
+                )
+            if self._completed:
+                return
             if time.monotonic() > until:
-                return False
+                raise RuntimeError("the agreement timed out")
             time.sleep(_PAUSES[min(looks // 8, len(_PAUSES) - 1)])
             looks += 1
-        return True
 
 
 # ------------------------------------------------------------ works and groups

@@ -201,7 +201,7 @@ def _check(modules: Sequence[nn.Module], units: Sequence[list[ShardingState]], d
         if inside and inside[0].door is module:
             raise ConfigurationError(
                 f"this {type(module).__name__} is sharded already. Each distinct composable distributed API can only "
-                "be applied to a module once"
+                "be applied to a module once."
             )
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if dtensors and is_container and type(module).forward is nn.Module.forward:
@@ -697,12 +697,12 @@ class TorchsMethods:
         What all ranks of a group do to it has to be the same for what is behind the gradients: flags of missing ones.
 
         Args:
-            stream: where it runs, if ranks have no replicas.
+            stream: where it runs, if ranks have no replicas and their device has streams.
         """
         if stream is not None and hook is not None:
             if self._state.replicas is not None:
                 raise ConfigurationError("set_all_reduce_hook(stream=...) is not for ranks with replicas")
-            hook = partial(_run_in, stream, hook)
+            hook = hook if self._state.compute_device.type == "cpu" else partial(_run_in, stream, hook)
         self._send_through("set_all_reduce_hook", hook=hook)
 
     def _send_through(self, method: str, **changes: Tree) -> None:
@@ -955,7 +955,8 @@ class Registry(dict[str, object]):
             found = [
                 f.f_locals["ignored_params"] for f in callers() if f.f_code.co_name == "_get_managed_modules"
             ]
-            if not {*asking.f_locals["module"].parameters()} <= set(*filter(None, found)):
+            is_sharding = any(f.f_code.co_name == "fully_shard" for f in callers())
+            if is_sharding and not {*asking.f_locals["module"].parameters()} <= set(*filter(None, found)):
                 _refuse_torchs()
         return super().__contains__(name)
 

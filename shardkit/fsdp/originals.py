@@ -403,9 +403,10 @@ def refuse_split(originals: Sequence[OriginalParameter], what: str, instead: str
 def refuse_meta(flat: FlatParam) -> None:
     """Raises ConfigurationError if these have no values yet."""
     if flat.param.is_meta:
+        names = [f"{flat.path_of(k)}.{name}".lstrip(".") for k, name in enumerate(flat.names)]
         raise ConfigurationError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {[*flat.names]}. Call to_empty(device=...) and initialize them first"
+            f"meta device: {names}. Call to_empty(device=...) and initialize them first"
         )
 
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -472,6 +473,17 @@ def test_an_agreement_needs_all_and_the_same() -> None:
     Agreement(store, "parameters", 1, key("a"), 3, LIMIT)
     for agreement in (first, second, third):
         agreement.wait(timedelta(milliseconds=20))
+
+
+def test_an_agreement_of_ranks_that_are_threads() -> None:
+    """The one that waits does not keep the other one from coming."""
+    store, limit = dist.HashStore(), timedelta(seconds=3)
+    first = Agreement(store, "parameters", 1, key("a"), 2, limit)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first.wait, limit)
+        time.sleep(0.1)
+        Agreement(store, "parameters", 1, key("a"), 2, timedelta(seconds=1))
+        waiting.result()
 
 
 def test_agreements_leave_little_behind() -> None:

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchsOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torchs_registration
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Shard
@@ -514,7 +515,7 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     assert model.finalize_backward(async_op=True).wait() is None
     with pytest.raises(ConfigurationError, match="Net'> does not have a method nothing"):
         register_fsdp_forward_method(model, "nothing")
-    with pytest.raises(ConfigurationError, match="Each distinct composable distributed API"):
+    with pytest.raises(ConfigurationError, match=r"can only be applied to a module once\."):
         fully_shard(model)
     rows = fully_shard(nn.Sequential(nn.Linear(2, 2)))
     for inside in (fully_shard(nn.Linear(2, 2), mesh=flat), rows):
@@ -542,10 +543,10 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
             late(torch.zeros(1, 2))
     with torch.device("meta"):
         empty: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        fully_shard(empty[0], mesh=flat)
-        fully_shard(empty, mesh=flat)
+    for part in (*empty, empty):
+        fully_shard(part, mesh=flat)
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=r"still on meta device: \['1.weight', '1.bias'\]"):
+        with pytest.raises(ConfigurationError, match=r"still on meta device: \['0.weight', '0.bias'\]"):
             empty(torch.zeros(1, 2))
     empty.to_empty(device="cpu")
     for p in empty.parameters():
@@ -557,6 +558,7 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
 def test_what_torchs_own_functions_find(rank: int, world_size: int) -> None:
     """A module's private state is one object, of which the root's knows all; torch's replicate leaves units alone."""
     model: Any = as_in_torchtitan(Net(), dtensors=True)
+    assert {*_get_managed_modules((nn.Sequential(model),))}.isdisjoint(model.modules())
     state = model._get_fsdp_state()
     assert state is model._get_fsdp_state() is _get_module_fsdp_state(model)
     assert state._is_root is None
@@ -848,7 +850,8 @@ def test_hooks_behind_reductions(rank: int) -> None:
     for model, mesh, hook in ((by_hook, hybrid["dp_shard"], average), (native, hybrid, halve)):
         for m in (model.layers[0], model):
             fully_shard(m, mesh=mesh)
-            m.set_all_reduce_hook(hook)  # type: ignore[operator]
+            aside = torch.cpu.current_stream() if model is by_hook else None  # what there is of streams
+            m.set_all_reduce_hook(hook, stream=aside)  # type: ignore[operator]
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=rate) for m, rate in ((plain, 0.3), (by_hook, 0.3), (native, 0.6))
     ]
