@@ -996,7 +996,7 @@ def groups_of(
         return hybrid_groups(int(size))
     if not isinstance(process_group, tuple) or len(process_group) != 2:
         raise ConfigurationError(
-            f"process_group is {process_group!r}; {strategy} takes (ranks to shard over, replicas), or None"
+            f"Expected process_group to be passed in as either None or (shards, replicas): {process_group!r}"
         )
     return process_group
 
@@ -1021,7 +1021,7 @@ def ignored_of(
     for item in (*(modules or ()), *(states or ())):
         if isinstance(item, Door):
             raise ConfigurationError(
-                "ignored modules can't be FSDP modules themselves; ignore what they wrap"
+                "`ignored_modules` should not include FSDP modules themselves; ignore what they wrap"
             )
         if isinstance(item, nn.Module):
             found.modules.update(m for m in item.modules() if not isinstance(m, Door))

@@ -209,6 +209,8 @@ def test_hybrid_strategies(rank: int) -> None:
     del os.environ["LOCAL_WORLD_SIZE"]
     with pytest.raises(ConfigurationError, match="LOCAL_WORLD_SIZE"):
         FSDP(net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(ConfigurationError, match="Expected process_group to be passed in as either None or"):
+        FSDP(net(), dist.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     model = trained(FSDP, rank, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)[0]
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         found = model.state_dict()
@@ -376,7 +378,7 @@ def _refused() -> None:
         ("ignored_states alone", lambda: FSDP(net(), ignored_modules=[], ignored_states=[])),
         ("are modules or", lambda: FSDP(net(), ignored_states=["first"])),
         ("can't wrap a module that", lambda: TORCHS(model, device_id=CPU)),
-        ("FSDP modules themselves", lambda: FSDP(nn.Sequential(model), ignored_states=[model])),
+        ("should not include FSDP modules", lambda: FSDP(nn.Sequential(model), ignored_states=[model])),
         ("is_named_optimizer", lambda: FSDP.optim_state_dict_to_load(model, optimizer, {}, is_named_optimizer=True)),
         ("by numbers", lambda: FSDP.optim_state_dict_to_load(model, optimizer, adam(net()).state_dict())),
         ("does not list", lambda: FSDP.optim_state_dict(model, adam(net()))),
