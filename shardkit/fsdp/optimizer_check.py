@@ -97,7 +97,7 @@ class _Looked:
         self.copied: list[weakref.ref[FlatParam]] = []
         self.options = AgreedOptions()
         self.is_judged = self.has_loaded = False
-        self.saved: list[tuple[FlatParam, PutAside]] = []
+        self.saved: list[tuple[FlatParam, PutAside, torch.Tensor | None]] = []
         self.left_out: dict[str, set[int]] | None = {}
 
     def look_again(self, _: object) -> None:
@@ -113,16 +113,22 @@ class _Looked:
             if param.grad is None or param.is_meta:
                 continue
             if are_some or unused.used is not None:
-                used = unused.used
-                here = [p for p in flat.layout.of_rank(flat.group.rank).values() if unused.originals[p.item]]
+                parts = flat.layout.of_rank(flat.group.rank).values()
+                here = [p for p in parts if unused.originals[p.item]]
+                is_left_out = unused.used is None and len(here) == len(parts)
                 ranges = [(p.offset, p.offset + p.numel) for p in here]
-                kept = UnusedRanges(ranges) if used is None else UsedMask(used)
-                self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
+                kept = UnusedRanges(ranges) if unused.used is None else UsedMask(unused.used)
+                aside = PutAside(param.data, optimizer.state.get(param, {}), kept)
+                self.saved.append((flat, aside, param.grad if is_left_out else None))
+                if is_left_out:  # its gradient is zeros, for norms alone
+                    param.grad = None
 
     def put_back(self, optimizer: Optimizer) -> None:
         saved, self.saved = self.saved, []
-        for flat, aside in saved:
+        for flat, aside, gradient in saved:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
+            if gradient is not None:
+                flat.param.grad = gradient
 
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
         """Warns, once, of a parameter whose count of steps is not its own; see [Note: counts] in ``kinds.py``."""
@@ -193,8 +199,7 @@ class _FirstSteps:
             looked.put_back(optimizer)
             looked.options.note(optimizer.param_groups)
             for ref in looked.flats:
-                flat = ref()
-                if flat is not None:
+                if (flat := ref()) is not None:
                     flat.unused.is_noted = False
         for ref in () if looked is None else looked.copied:
             if (flat := ref()) is not None:

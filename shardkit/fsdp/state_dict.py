@@ -560,8 +560,7 @@ def loading(door: nn.Module) -> Iterator[None]:
     finally:
         for m in reversed(list(door.modules())):
             end_loading_shards(m)
-            state = state_of(m)
-            if state is not None:
+            if (state := state_of(m)) is not None:
                 exit_summon(state, "state dict")
 
 
