@@ -122,8 +122,7 @@ class ParameterNames:
             alone = listing.first if isinstance(listing, RegisteredShard) else None
             same = self.model.copies_of(listing.flat, alone)
             return replace(slot, param=param, spans=spans, is_shard=not is_dtensor(param), copies=same)
-        name = self._of_param.get(id(param))
-        if name is None:
+        if (name := self._of_param.get(id(param))) is None:
             raise ConfigurationError(
                 f"{what} (shape {tuple(param.shape)}) is none of the model's: checkpoints keep optimizer state by the "
                 "model's names. Pass as model= the module whose parameters the optimizer has (several: "

@@ -40,8 +40,7 @@ class TakesRankStates(Protocol):
 def random_states(backend: Backend) -> StateDict:
     """Returns the states of Python, numpy if it was imported, torch on the host, and the device; as data."""
     found: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
         found["numpy"] = (str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(gauss))
     if backend.device_type != "cpu":

@@ -61,8 +61,7 @@ class Reads:
                 )
             for box in leaf.boxes:
                 for chunk in found.chunks:
-                    common = box.meet(chunk.box)
-                    if common is not None:
+                    if (common := box.meet(chunk.box)) is not None:
                         self._copies.setdefault(chunk.record, []).append(_Copy(leaf, box, chunk, common))
 
     @property
@@ -175,8 +174,7 @@ class OptimizerReads:
     def _numbers_of(self, slot: Slot, state: StateDict, key: str, names: dict[str, str]) -> Iterator[Wanted]:
         read = []
         for span, name in names.items():
-            found = self._stored.tensors.get(name)
-            if found is None:
+            if (found := self._stored.tensors.get(name)) is None:
                 continue
             if slot.is_shard and found.shape.numel() != 1:
                 raise ConfigurationError(

@@ -211,8 +211,7 @@ class Save:
             self.write_own()
             if rank == 0:
                 indices = [os.path.join(self.temporary, index_of(r)) for r in range(self.ranks.size)]
-                told = self._wait_for(lambda: all(map(os.path.exists, indices)))
-                if told is None:
+                if (told := self._wait_for(lambda: all(map(os.path.exists, indices)))) is None:
                     self.complete()
         except Exception as error:
             self._tell(error)

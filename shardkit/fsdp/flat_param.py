@@ -1120,8 +1120,7 @@ _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_ac
 def _refuse_shards(inputs: Sequence[torch.Tensor], accumulate: bool) -> Iterator[None]:
     """Raises LifecycleError where a backward is asked for gradients of shards."""
     for asked in inputs:
-        listing = listing_of(asked)
-        if listing is not None:
+        if (listing := listing_of(asked)) is not None:
             raise LifecycleError(
                 f"rank {listing.group.ranks[listing.group.rank]}: torch.autograd.grad and backward(inputs=...) can't "
                 f"give gradients of an FSDP module's parameters() (here of {listing.label or listing.names[0]!r}): "
@@ -1582,8 +1581,7 @@ class ShardedFlatParameter(FlatParameter):
 
     def dim(self) -> int:
         """Returns 1, whatever the original parameters have; see :data:`dimensions_asked`."""
-        flat = shard_behind(self)
-        if flat is not None:
+        if (flat := shard_behind(self)) is not None:
             dimensions_asked.add(flat)
         return super().dim()
 
@@ -1673,6 +1671,7 @@ class FlatParam:
         ranges: the unit's.
         store: where its values are, and in which state.
         is_borrowed: units of other modules need original parameters, too.
+        has_loaded: values, on this rank, since its last step.
         modules: of the unit, where views of original parameters may be kept (see [Note: kept views]).
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
@@ -1714,7 +1713,7 @@ class FlatParam:
         self.group, self.layout = state.group, layout
         self.label, self.paths = "", [""]
         self.ranges: Ranges = UNNAMED
-        self.is_borrowed = False
+        self.is_borrowed = self.has_loaded = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
         self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
@@ -1864,8 +1863,7 @@ class FlatParam:
 
     def start_gather(self) -> None:
         """Asks for all ranks' shards on behalf of one more unit; call ``store.finish`` before use."""
-        store = self.use()
-        if store is not None:
+        if (store := self.use()) is not None:
             store.start()
 
     def hold(self) -> None:

@@ -159,8 +159,7 @@ class SavedView(NamedTuple):
 
 @not_compiled
 def _pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
-    base = tensor._base
-    if base is None:
+    if (base := tensor._base) is None:
         return SavedView(tensor, None) if type(tensor) is GatheredParameter else tensor
     if type(base) is not GatheredParameter:
         return tensor

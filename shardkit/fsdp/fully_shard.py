@@ -364,6 +364,8 @@ class InPlace:
                     "or cut as state_dict() has them"
                 )
             end_move(state)
+        for flat in state.flats:  # of DTensors each rank loads by itself
+            flat.has_loaded = True
         exit_summon(state, "state dict")
 
     # ------------------------------------------------------------ being moved and copied
@@ -867,8 +869,7 @@ def _made(kind: type[nn.Module]) -> nn.Module:
 def _torchs_state(self: nn.Module) -> AsTorchsState:
     from torch.distributed._composable_state import _get_module_state
 
-    state = state_of(self)
-    if state is None:
+    if (state := state_of(self)) is None:
         raise ConfigurationError(f"this {own_class(self).__name__} is a copy without its shards")
     return cast("AsTorchsState | None", _get_module_state(self)) or AsTorchsState(state)
 

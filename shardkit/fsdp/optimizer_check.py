@@ -56,6 +56,7 @@ from ..optimizer_state.kinds import (
 )
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
+from ..reduction.shard_gradients import ShardGradient
 from ..torch_seams.tensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by
@@ -116,6 +117,7 @@ class _Looked:
                 parts = flat.layout.of_rank(flat.group.rank).values()
                 here = [p for p in parts if unused.originals[p.item]]
                 is_left_out = unused.used is None and len(here) == len(parts)
+                is_left_out &= isinstance(param.grad, ShardGradient)  # and no program's own
                 ranges = [(p.offset, p.offset + p.numel) for p in here]
                 kept = UnusedRanges(ranges) if unused.used is None else UsedMask(unused.used)
                 aside = PutAside(param.data, optimizer.state.get(param, {}), kept)
@@ -169,8 +171,7 @@ class _FirstSteps:
 
     def before(self, optimizer: Optimizer, *, is_due: bool = True) -> None:
         """Looks, and puts aside; with ``is_due=False`` it looks alone, before there are gradients."""
-        looked = self._looked.get(optimizer)
-        if looked is None:
+        if (looked := self._looked.get(optimizer)) is None:
             looked = self._looked[optimizer] = _Looked()
         wrapped, now = self.wrapped, tuple([len(g["params"]) for g in optimizer.param_groups])
         if looked.numbers != now or looked.wrapped != wrapped:
@@ -200,7 +201,7 @@ class _FirstSteps:
             looked.options.note(optimizer.param_groups)
             for ref in looked.flats:
                 if (flat := ref()) is not None:
-                    flat.unused.is_noted = False
+                    flat.unused.is_noted = flat.has_loaded = False
         for ref in () if looked is None else looked.copied:
             if (flat := ref()) is not None:
                 flat.store.renew(flat.trains and optimizer not in self.by_unit)
@@ -300,6 +301,8 @@ def agree_on_step(listings: Sequence[Registered], what: str, others: Iterable[st
     """
     cleared = [*others]
     for listing in listings:
+        if listing.flat.has_loaded and what:
+            what = "a step after load_state_dict() of the model"
         if listing.param.grad is None and listing.flat.unused.is_noted:
             unused, flat = listing.flat.unused.originals, listing.flat
             mine = range(listing.first, listing.first + len(listing.originals))
@@ -426,16 +429,14 @@ class _LocalSteps:
         return local
 
     def after(self, optimizer: Optimizer) -> None:
-        lists = self._lists.pop(optimizer, None)
-        if lists is None:
+        if (lists := self._lists.pop(optimizer, None)) is None:
             return
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
         state: Tree = optimizer.state
         for listed, local, before in self._lent.pop(optimizer):
             local.grad = None
-            now = state.pop(local, None)
-            if now is not None:
+            if (now := state.pop(local, None)) is not None:
                 state[listed] = _returned(listed, local, before, now)
 
 

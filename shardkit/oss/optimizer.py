@@ -713,8 +713,7 @@ def collect(
     index, group = {p: i for i, p in enumerate(params)}, placement.group
     is_kept = recipient_rank in (-1, group.rank)
     everybody: list[dict[int, State]] | None
-    found = placement.state_of_all(optimizer, is_kept)
-    if found is not None:
+    if (found := placement.state_of_all(optimizer, is_kept)) is not None:
         everybody = [{index[p]: to_cpu(s) for p, s in found.items()}] if is_kept else None
     else:
         mine = {index[p]: to_cpu(s) for p, s in placement.state_of_owned(optimizer).items()}

@@ -143,8 +143,7 @@ class FlatSegment:
 
     def notice_clearing(self, _: torch.Tensor | None = None) -> None:
         """Looks, before new gradients, whether the module's zero_grad was called since the last reduction."""
-        mark = self._standing.gradient
-        if mark is None:
+        if (mark := self._standing.gradient) is None:
             return
         if self._standing.was_touched(self.marked):
             self.clear_gradient()

@@ -170,8 +170,7 @@ class WrittenPack:
             if g is not None and g.layout is torch.sparse_coo:
                 sources[k] = g.to_dense()
         for item, numels in self._cut.items():
-            g = gradients[item]
-            if g is None:
+            if (g := gradients[item]) is None:
                 sources += [None] * len(numels)
             else:
                 sources += torch.split_with_sizes(_row(g, g.dtype), numels)

@@ -163,6 +163,19 @@ def combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     return stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
 
 
+# By group of ranks, what they have clipped to: told once each, since nobody waits for a number that stays.
+_clipped_to: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
+
+
+def agree_on_clipping(groups: Iterable[Group], max_norm: object, norm_type: float) -> None:
+    """Refuses ranks that clip to other norms (collective, where they have not clipped to these before)."""
+    for group in groups if isinstance(max_norm, int | float) else ():
+        known, what = _clipped_to.setdefault(group, set()), f"clipping to {max_norm:g}, norm {norm_type:g}"
+        if what not in known and group.world_size > 1:
+            group.channel("control").agree(what)
+            known.add(what)
+
+
 @torch.no_grad()
 def clip_by_global_norm(
     portions: Sequence[Portion],
@@ -178,8 +191,10 @@ def clip_by_global_norm(
 
     Every rank calls it with portions of the same groups in the same order.
     """
+    among = [group for portion in portions for group in portion.groups]
     if in_parts:
-        check_whole([group for portion in portions for group in portion.groups])
+        check_whole(among)
+    agree_on_clipping(among, max_norm, norm_type)
     with CLIP.clip():
         if in_order and is_exact(norm_type):
             total = exact_norm([(dense(map(local_of, each)), groups) for each, groups in portions], like)
@@ -373,8 +388,7 @@ def gradient_class(
 
 
 def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
-    group = gradient.group_of()
-    if group is None:
+    if (group := gradient.group_of()) is None:
         raise LifecycleError("the ranks that hold the other parts of this gradient are gone")
     return group
 
@@ -449,7 +463,11 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
     in_order = [g for g in norms.of if g is not None and g.in_order]
-    for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
+    among, frame = sorted({g for g in groups if g is not None}, key=lambda g: g.ranks), sys._getframe()
+    while frame.f_code.co_name != "clip_grad_norm_" and frame.f_back is not None:
+        frame = frame.f_back
+    agree_on_clipping(among, frame.f_locals.get("max_norm"), order)
+    for group in among:
         exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
         if exact and is_exact(order):
             check_whole((group,))

@@ -211,8 +211,7 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from shardkit.tools.doctor import as_data, as_text, examine
 
-    report = examine(options.ranks)
-    if report is None:
+    if (report := examine(options.ranks)) is None:
         return 0
     _print(options, as_data(report), as_text(report))
     return 0 if report.is_well else 1

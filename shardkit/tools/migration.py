@@ -189,8 +189,7 @@ class _Rewriting:
                 self._say(node, no_module(path, star=True) if name == "*" else objection(path, name))
             ours: str | None = "shardkit"
         else:
-            said = self._others.objection(path, names)
-            if said is not None:
+            if (said := self._others.objection(path, names)) is not None:
                 self._notes.add(Note(node.lineno, said))
                 return
             ours, below = self._others.ours(path), self._others.ours(f"{path}.{names[0]}")
@@ -204,8 +203,7 @@ class _Rewriting:
     def _replace_path(self, start: int, path: str, new: str, further: str = "") -> None:
         """Replaces a path, or of fairscale's its first part; ``further`` comes behind."""
         pattern = re.compile(rf"{_BETWEEN}\.{_BETWEEN}".join(map(re.escape, path.split("."))))
-        found = pattern.match(self._source, start)
-        if found is None:
+        if (found := pattern.match(self._source, start)) is None:
             raise SyntaxError(f"{path!r} is imported, written in other characters: write it in plain ones")
         self._edits[start] = start + len("fairscale") if _is_fairscale(path) else found.end(), new
         if further:
@@ -288,8 +286,7 @@ class Interfaces:
 
     def objection(self, path: str, names: Sequence[str]) -> str | None:
         """Returns what is to be said about ``from path import names`` in place of rewriting it; None if it works."""
-        ours = self.ours(path)
-        if ours is None:
+        if (ours := self.ours(path)) is None:
             return self._objection_to_module(path, names)
         if path.startswith("torch_xla"):
             return None
@@ -346,8 +343,7 @@ def objection(path: str, name: str = "") -> str | None:
     for part in path.split(".")[1:]:
         if not isinstance(here, ModuleType):
             return None
-        said = _object(here, at, part)
-        if said is not None:
+        if (said := _object(here, at, part)) is not None:
             return said
         at = f"{at}.{part}"
         here = getattr(here, part, None) or _module(at)

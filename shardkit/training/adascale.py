@@ -96,8 +96,7 @@ def loaded(data: StateDict, groups: int) -> State:
     Args:
         data: of this class (tensors), of fairscale's (numpy arrays), or of an optimizer without AdaScale.
     """
-    saved = data["state"].get(KEY)
-    if saved is None:
+    if (saved := data["state"].get(KEY)) is None:
         return initial_state(groups)
     averages: State = {k: torch.DoubleTensor([float(x) for x in v]) for k, v in saved.items()}
     found = averages[SQUARE].numel()
@@ -203,8 +202,7 @@ class GradientMeter:
 
     def _after(self, index: int, group: int) -> GradientHook:
         def after(_: nn.Parameter) -> None:
-            norm = self._arriving.pop(index, None)
-            if norm is None:
+            if (norm := self._arriving.pop(index, None)) is None:
                 return
             if current_backward() not in (self._task, self._nested_task):
                 self._begin()
@@ -324,8 +322,7 @@ class Averaging:
         """Adds up small tensors in place (collective, unless there is one rank)."""
         if self.world_size == 1:
             return values
-        group = self._find_group()
-        if group is None:
+        if (group := self._find_group()) is None:
             raise ConfigurationError(
                 f"world_size is {self.world_size}, but there is no process group; call "
                 "torch.distributed.init_process_group(...) before backward"

@@ -276,8 +276,7 @@ class SeededSamples(Dataset[T]):
     def __getitems__(self, asked: Sequence[SampleRequest]) -> Samples[T]:
         found: Samples[T] = Samples()
         with generators_kept():
-            at_once = getattr(self._dataset, "__getitems__", None)
-            if at_once is not None:
+            if (at_once := getattr(self._dataset, "__getitems__", None)) is not None:
                 self._begin(asked[0])
                 found.extend(at_once([a.number for a in asked]))
             else:

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
-from ..errors import BackendError, ConfigurationError, LifecycleError
+from ..errors import BackendError, ConfigurationError, LifecycleError, RankMismatchError
 from ..reduction.shard_gradients import check_whole
 from ..torch_seams.tensors import alike, group_of
 from ..tracing.ranges import CLIP
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # Values of the flag that ranks combine with MAX.
 _OVERFLOW = 1.0
-_NEVER_SCALED = 2.0
+_OTHER_SCALE = 2.0
+_NEVER_SCALED = 3.0
 
 _LOST = "the process group was not pickled"  # stands for it, which can't be
 _Lost = str  # in pickles of shardkit 0.2, made of the same text
@@ -233,8 +234,12 @@ class ShardedGradScaler(GradScaler):
             unscale(others, inv_scale, torch.zeros_like(found_inf))
         if self._never_scaled:
             found_inf.fill_(_NEVER_SCALED)
+        told = torch.stack([found_inf, inv_scale, -inv_scale])
         with CLIP.overflow():
-            group.all_reduce(found_inf, op=ReduceOp.MAX, label="whether a gradient overflowed").wait()
+            group.all_reduce(told, op=ReduceOp.MAX, label="whether a gradient overflowed").wait()
+        found, most, least = told.unbind()
+        differ = (most != -least).to(found.dtype)  # not read here: the host would wait for it
+        found_inf.copy_(torch.maximum(found, differ * _OTHER_SCALE))
         return {found_inf.device: found_inf}
 
     def _join_in_unscaled(self, optimizer: Optimizer) -> None:
@@ -273,6 +278,11 @@ class ShardedGradScaler(GradScaler):
         flag = found_inf.item()
         if flag == _NEVER_SCALED:
             self._refuse_unscaled_loss(optimizer)
+        if flag == _OTHER_SCALE:
+            raise RankMismatchError(
+                f"ranks scale their losses by different numbers, this one by {self.get_scale():g}; no step was made. "
+                "Build the scaler with the same init_scale= everywhere, and load the same state on all ranks"
+            )
         return optimizer.step(*args, **kwargs) if flag < _OVERFLOW else None
 
     def _refuse_unscaled_loss(self, optimizer: Optimizer) -> None:
@@ -332,8 +342,7 @@ def _of_owners(optimizer: Tree) -> tuple[Callable[[], Sequence[torch.Tensor]], P
 
 def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns the gradients that this rank's step reads, and the other gradients of the optimizer's parameters."""
-    owners = _of_owners(optimizer)
-    if owners is None:
+    if (owners := _of_owners(optimizer)) is None:
         return _param_gradients(optimizer), []
     offer, _ = owners
     read = list(offer())  # first: it may finish a reduction

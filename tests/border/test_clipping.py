@@ -13,10 +13,11 @@ from torch.nn.utils import clip_grad
 
 from shardkit import FSDP, OSS, ShardedDDP, ShardedGradScaler, sharding_of
 from shardkit.backend import get_backend
-from shardkit.errors import ConfigurationError, OutOfStepError
+from shardkit.errors import ConfigurationError, OutOfStepError, RankMismatchError
 from tests.beside import reread
 from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
-from tests.pools import on_ranks, rank_pool
+from tests.doors import through
+from tests.pools import on_ranks, rank_pool, run_once
 
 MAX_NORM = 0.1
 
@@ -449,3 +450,47 @@ def test_the_sharded_scaler(rank: int, world_size: int, strategy: str) -> None:
     assert scaler.get_scale() == SCALE / 2
     for k, v in t.model.state_dict().items():
         assert torch.equal(v, before[k])
+
+
+def _differs(rank: int, door: str, what: str) -> str:
+    """Rank 1 clips to another norm in the second step, scales by another number, or loads old values alone."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if door == "ShardedDDP":
+        optimizer: Any = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+        model = ShardedDDP(model, optimizer)
+    else:
+        model = through(door, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = optimizer if door == "ShardedDDP" else sharding_of(model)
+    scaler = ShardedGradScaler(init_scale=8.0 if what == "scale" and rank else 4.0, enabled=what == "scale")
+    old = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            max_norm = 2.0 if rank == step == 1 else 1.0
+            if what == "load" and rank == step == 1:
+                model.load_state_dict(old)
+            elif what == "own":
+                (own.clip_grad_norm if door == "ShardedDDP" else own.clip_grad_norm_)(max_norm)
+            elif what == "torch":
+                clip_grad.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+    except (OutOfStepError, RankMismatchError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "doors", "words"),
+    [
+        ("own", ("FSDP", "dtensors", "ShardedDDP"), "clipping to 2, norm 2"),
+        ("torch", ("FSDP", "ShardedDDP"), "clipping to 2, norm 2"),
+        ("scale", ("FSDP", "dtensors", "ShardedDDP"), "scale their losses by different numbers"),
+        ("load", ("dtensors", "ShardedDDP"), "a step after load_state_dict() of the model"),
+    ],
+)
+def test_what_one_rank_does_otherwise_is_told_on_all(what: str, doors: tuple[str, ...], words: str) -> None:
+    for door in doors:
+        for end in run_once(2, "gloo", _differs, door, what):
+            assert words in end, door

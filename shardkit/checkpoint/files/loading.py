@@ -154,8 +154,7 @@ class Archive:
             raise Damage(f"the checksum of its record data/{key} is {crc:#010x}, expected {entry.CRC:#010x}")
 
     def _entry(self, key: str) -> zipfile.ZipInfo:
-        entry = self._zip.NameToInfo.get(f"{self._prefix}data/{key}")
-        if entry is None:
+        if (entry := self._zip.NameToInfo.get(f"{self._prefix}data/{key}")) is None:
             raise Damage(f"its record data/{key} is missing")
         return entry
 

@@ -199,8 +199,7 @@ def chosen(path: str | os.PathLike[str]) -> str:
     folder = os.path.realpath(path)
     if os.path.isfile(os.path.join(folder, NAME)):
         return folder
-    newest = latest(folder)
-    if newest is None:
+    if (newest := latest(folder)) is None:
         raise ConfigurationError(
             f"{os.fspath(path)} has no complete checkpoint: expected the folder that was given to save_training, or a "
             f"{step_name(17)} in it (an interrupted save leaves none). Of a checkpoint of another kind (torch's, "
@@ -211,8 +210,7 @@ def chosen(path: str | os.PathLike[str]) -> str:
 
 def run_of(folder: str) -> str:
     """Returns the name of the training that a folder's checkpoints are of; a new one for a folder without any."""
-    newest = latest(folder)
-    if newest is not None:
+    if (newest := latest(folder)) is not None:
         with contextlib.suppress(Exception):
             return read_manifest(newest).run
     return uuid.uuid4().hex[:12]

@@ -270,8 +270,7 @@ def _tensor(name: str, facts: Instance, records: Mapping[tuple[str, Shape | None
             first + size > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError(f"a part of {name!r} is outside of it")
-        record = records.get((name, offsets))
-        if record is not None:
+        if (record := records.get((name, offsets))) is not None:
             if record.length < math.prod(sizes) * dtype.itemsize:
                 raise ValueError(f"a part of {name!r} of sizes {sizes} can't lie in {record.length} bytes")
             chunks.append(Chunk(Box(offsets, sizes), record))

@@ -165,8 +165,7 @@ def _of_files(path: str, files: list[str], model_key: str | None, trust_pickle: 
         raise ConfigurationError(
             f"{path} has files of ranks and others; pass a pattern ('folder/rank*.pth') that has the ranks' alone"
         )
-    kind = kinds.pop()
-    if kind is not None:
+    if (kind := kinds.pop()) is not None:
         model, world_size, others = rank_files.read_rank_files(files, trees, kind)
         left_out = [f"{key!r} in the files of ranks" for key in others]
         return Checkpoint(path, kind, model, (), {"world_size": world_size}, left_out)

@@ -556,8 +556,7 @@ class _MetaTraining:
         model, optimizer = self._sharded
         optimizer.zero_grad(set_to_none=True)
         loss = self._subject.loss(model, self._batch)
-        tape = self._backend.counted.tape
-        if tape is not None:
+        if (tape := self._backend.counted.tape) is not None:
             tape.add(Mark("backward"))
         loss.backward()
         if self._watch is not None:

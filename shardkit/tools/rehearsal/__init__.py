@@ -444,8 +444,7 @@ def spawning(outside: Callable[..., Tree]) -> Callable[..., Tree]:
     def spawn(
         fn: Callable[..., object], args: Args = (), nprocs: int = 1, *more: object, **kwargs: object
     ) -> Tree:
-        rank = current()
-        if rank is None:
+        if (rank := current()) is None:
             return outside(fn, args, nprocs, *more, **kwargs)
         if nprocs != rank.world_size:
             raise ConfigurationError(
@@ -524,10 +523,8 @@ def rehearse_bits(
         whole = [Moment(_losses(report, k), parameters=_joined(parts)) for k, parts in steps]
         if size == ranks[0]:
             first = whole
-        elif report.is_good and reports[ranks[0]].is_good:
-            found = first_parting(whole, first, EXACT)
-            if found is not None:
-                partings.append(f"{size} ranks and {ranks[0]} part at {found}: {found.detail}")
+        elif report.is_good and reports[ranks[0]].is_good and (found := first_parting(whole, first, EXACT)):
+            partings.append(f"{size} ranks and {ranks[0]} part at {found}: {found.detail}")
     return BitsReport(reports, partings)
 
 

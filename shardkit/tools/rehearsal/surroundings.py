@@ -143,8 +143,7 @@ def starting(start: Callable[[threading.Thread], None]) -> Callable[[threading.T
     """Makes a ``Thread.start`` for which threads that a rank starts belong to it."""
 
     def started(thread: threading.Thread) -> None:
-        rank = current()
-        if rank is not None:
+        if (rank := current()) is not None:
             thread.run = acting_as(rank)(thread.run)  # type: ignore[method-assign]
         start(thread)
 
@@ -279,8 +278,7 @@ def _noting_losses(backward: Callable[..., None]) -> Callable[..., None]:
 def _noting_loaders(whole: WholeBatches | None, iterate: Callable[..., Tree]) -> Callable[..., Tree]:
     @functools.wraps(iterate)
     def noting(loader: Tree) -> Tree:
-        rank = current()
-        if rank is not None:
+        if (rank := current()) is not None:
             if whole is not None:
                 whole.enlarge(loader)
             try:

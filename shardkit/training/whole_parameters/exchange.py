@@ -205,8 +205,7 @@ class ListedParameter(nn.Parameter):
 def parts_of(model: nn.Module) -> list[Part]:
     """Returns all parameters of a model, in the order and under the names that they were written with, each once."""
     for module in model.modules():
-        state = state_of(module)
-        if state is not None:
+        if (state := state_of(module)) is not None:
             wake(state)
     found, seen = [], set()
     pieces: dict[int, list[list[Piece]]] = {}  # of each flat parameter, by item
@@ -467,8 +466,7 @@ class Exchange(Bringing):
         return chunks
 
     def finish(self) -> None:
-        arrived = self._received(self._to_owners)
-        if arrived is None:
+        if (arrived := self._received(self._to_owners)) is None:
             return
         plan, count = self._plan(), len(self.owned)
         values = self._put_together(plan, arrived, False, [True] * count)
@@ -534,8 +532,7 @@ class Exchange(Bringing):
         self._send(chunks, come, go, self._to_shards, "updated parameters")
 
     def take_back(self) -> None:
-        arrived = self._received(self._to_shards)
-        if arrived is None:
+        if (arrived := self._received(self._to_shards)) is None:
             return
         pieces = [*chain(*self._plan().away)]
         parts = [self._parts[p.item] for p in pieces]

@@ -150,8 +150,7 @@ class Placing:
         shards: set[int] = set()
         for number in inner.rule.members:
             part = self._parts[number]
-            flat = part.flat
-            if flat is None:
+            if (flat := part.flat) is None:
                 inner.spans[part.listed] = [(part, None)]
             elif _is_compiled(part):
                 if id(flat) not in shards:
@@ -221,8 +220,7 @@ class Placing:
         traveling: dict[tuple[object, ...], tuple[FlatParam, list[int]]] = {}
         for number, owner in self.owners.items():
             part = self._parts[number]
-            flat = part.flat
-            if flat is None:
+            if (flat := part.flat) is None:
                 continue
             if all(p.rank == owner for p in part.pieces) and part.pieces:
                 if flat.group.rank == owner:
