@@ -156,8 +156,7 @@ class AcceleratorBackend(C10dBackend):
 
     def _copied(self, out: torch.Tensor, tensor: torch.Tensor, at_once: bool = False) -> Copy:
         to_host = out.device.type == "cpu"
-        stream = self._copying.get(to_host)
-        if stream is None:
+        if (stream := self._copying.get(to_host)) is None:
             stream = self._copying[to_host] = torch.Stream(self.device())
         if not at_once:
             stream.wait_event(torch.accelerator.current_stream().record_event())

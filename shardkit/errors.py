@@ -9,8 +9,10 @@ fairscale asserts what it checks of arguments and of the order of calls: what sa
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from operator import index
 from types import UnionType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
@@ -149,9 +151,13 @@ def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
     return noted
 
 
-def check_kinds(given: Mapping[str, object], **kinds: type | UnionType) -> None:
+def check_kinds(given: Tree, **kinds: type | UnionType) -> None:
     """Raises ConfigurationError where one of what is given under these names is of another kind; None never is."""
     for name, kind in kinds.items():
-        if (value := given.get(name)) is not None and not isinstance(value, kind):
+        value = given.get(name)
+        with contextlib.suppress(TypeError):  # it is no whole number
+            if isinstance(0, kind) and not isinstance(value, bool):
+                value = given[name] = index(value)  # numpy's becomes Python's
+        if value is not None and not isinstance(value, kind):
             wanted = kind.__name__ if isinstance(kind, type) else kind
             raise ConfigurationError(f"{name} is {value!r} ({type(value).__name__}); it takes {wanted}")

@@ -7,6 +7,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +78,13 @@ def test_options_of_another_kind_at_every_door(rank: int) -> None:
                 door(**{name: object()})
     with pytest.raises(shardkit.ConfigurationError, match="both dtensors=True and align were passed"):
         dtensors(model, align=2)
+    whole = shardkit.ReshardPolicy(prefetch=np.int64(2), after_forward=np.uint8(2))  # type: ignore[arg-type]
+    assert whole == shardkit.ReshardPolicy(prefetch=2, after_forward=2)
+    assert type(whole.prefetch) is type(whole.after_forward) is int
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    some = torch.optim.SGD(model[1].parameters(), lr=0.1).state_dict()
+    with pytest.raises(shardkit.ConfigurationError, match="if its optimizer had trainable parameters alone"):
+        shardkit.sharding_of(shardkit.fully_shard(model)).get_shard_from_optim_state_dict(some)
 
 
 @on_ranks(2)

@@ -851,8 +851,7 @@ class C10dBackend(Backend):
             )
         if isinstance(process_group, RanksInName):
             return GroupInName(self, process_group)
-        size = size_of(process_group)
-        if size is not None:
+        if (size := size_of(process_group)) is not None:
             if size == 1:
                 return OneRank(self, [0])
             raise ConfigurationError(

@@ -143,8 +143,7 @@ def place_of_error(error: BaseException) -> SourceLine:
 def _innermost(stack: Iterable[tuple[FrameType, int]]) -> tuple[SourceLine, int]:
     """Returns the first line of the least kind, and that."""
     kinds = ((_kind(frame.f_code.co_filename), frame, line) for frame, line in stack)
-    best = min(kinds, key=lambda at: at[0], default=None)
-    if best is None:
+    if (best := min(kinds, key=lambda at: at[0], default=None)) is None:
         return SourceLine("(nowhere)", 0, "<module>"), 2
     kind, frame, line = best
     return SourceLine(frame.f_code.co_filename, line, frame.f_code.co_name), kind
@@ -193,8 +192,7 @@ def position_of(thread: int, background: int = 0) -> ThreadPosition | None:
     Args:
         background: ``id`` of an exception that is of no interest: the program runs inside of its handler.
     """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    if (frame := sys._current_frames().get(thread)) is None:
         return None
     frames = [inner for inner, _ in traceback.walk_stack(frame)]
     operation, group, peer = _collective(frames)
@@ -368,8 +366,7 @@ def describe_thread(thread: int) -> str:
     position, frame = position_of(thread), sys._current_frames().get(thread)
     if position is None or frame is None:
         return ""
-    call = _call(frame)
-    if call is not None:
+    if (call := _call(frame)) is not None:
         return f"waited in {call.describe()}, at {position.where}"
     if position.operation:
         return f"waited in torch.distributed's {position.operation}, at {position.where}"

@@ -767,8 +767,7 @@ def whole_gradients(flats: Sequence[FlatParam], writeback: bool) -> Iterator[Non
                 original.param.grad = None if is_unused else part.to(original.param)
         yield
         for listing in listings if writeback else ():
-            gradient = listing.param.grad
-            if gradient is None:
+            if (gradient := listing.param.grad) is None:
                 continue
             found = [(m.shape.numel(), m.param.grad) for m in listing.originals]
             rows = [gradient.new_zeros(n) if g is None else g.reshape(-1).to(gradient) for n, g in found]

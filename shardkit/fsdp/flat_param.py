@@ -91,7 +91,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..backend import DONE, Backend, Copy, Group, Work
-from ..errors import LifecycleError
+from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..layout import Listed, PackedLayout, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
@@ -1154,6 +1154,7 @@ class RegisteredShard:
     """
 
     standing: StandingGradient | None = None
+    has_loaded = False  # values, on this rank alone maybe, since the last step
 
     def __init__(
         self, flat: FlatParam, number: int, listed: Listed, values: torch.Tensor, spec: DTensorSpec | None
@@ -1671,7 +1672,6 @@ class FlatParam:
         ranges: the unit's.
         store: where its values are, and in which state.
         is_borrowed: units of other modules need original parameters, too.
-        has_loaded: values, on this rank, since its last step.
         modules: of the unit, where views of original parameters may be kept (see [Note: kept views]).
         unused: which original parameters have had no gradient on any rank since the gradient was last cleared.
         written: numbers of original parameters that were written to in the last time that they had values; such writes
@@ -1713,7 +1713,7 @@ class FlatParam:
         self.group, self.layout = state.group, layout
         self.label, self.paths = "", [""]
         self.ranges: Ranges = UNNAMED
-        self.is_borrowed = self.has_loaded = False
+        self.is_borrowed = False
         self.unused = Unused(len(self.originals))
         self.written: list[int] = []
         self.on_gather: Callable[[torch.Tensor, torch.Tensor], object] | None = None
@@ -1736,6 +1736,7 @@ class FlatParam:
         """Returns itself: it is :data:`Registered`."""
         return self
 
+    has_loaded = False
     first = position = 0  # it has all of its original parameters
 
     def path_of(self, number: int) -> str:
@@ -2005,13 +2006,21 @@ def exposed(flat: FlatParam, writeback: bool | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for original in flat.originals:
+        others = []  # of another shape
+        for original, name in zip(flat.originals, flat.names, strict=True):
             for place in original.places:
-                now = place.module._parameters.get(place.name)
-                if now is not None and now is not original.param:  # somebody put another parameter in
+                now = place.module._parameters.get(place.name, original.param)
+                if now is not None and local_of(now).shape != local_of(original.param).shape:
+                    others.append(f"{name!r} has shape {(*now.shape,)}, was {(*original.param.shape,)}")
+                elif now is not None and now is not original.param:  # somebody put another parameter in
                     original.assign(local_of(now.data).reshape(-1))
                     if writeback is not False:  # how to read it, as bitsandbytes' quant_state
                         vars(original.param).update(vars(now))
                 hide(place, original.param)
         for place, param in listed:
             register(place, param)
+        if others:
+            raise ConfigurationError(
+                f"a parameter was put into a summoned module that does not fit its shard: {'; '.join(others)}. The old "
+                "one stays, and what else was changed is kept. Change a module's shapes before it is sharded"
+            )

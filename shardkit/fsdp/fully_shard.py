@@ -364,8 +364,8 @@ class InPlace:
                     "or cut as state_dict() has them"
                 )
             end_move(state)
-        for flat in state.flats:  # of DTensors each rank loads by itself
-            flat.has_loaded = True
+        for listing in state.listings:  # of DTensors each rank loads by itself
+            listing.has_loaded = True
         exit_summon(state, "state dict")
 
     # ------------------------------------------------------------ being moved and copied

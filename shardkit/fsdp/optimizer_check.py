@@ -201,7 +201,7 @@ class _FirstSteps:
             looked.options.note(optimizer.param_groups)
             for ref in looked.flats:
                 if (flat := ref()) is not None:
-                    flat.unused.is_noted = flat.has_loaded = False
+                    flat.unused.is_noted = False
         for ref in () if looked is None else looked.copied:
             if (flat := ref()) is not None:
                 flat.store.renew(flat.trains and optimizer not in self.by_unit)
@@ -301,8 +301,8 @@ def agree_on_step(listings: Sequence[Registered], what: str, others: Iterable[st
     """
     cleared = [*others]
     for listing in listings:
-        if listing.flat.has_loaded and what:
-            what = "a step after load_state_dict() of the model"
+        if listing.has_loaded and what:
+            listing.has_loaded, what = False, "a step after load_state_dict() of the model"
         if listing.param.grad is None and listing.flat.unused.is_noted:
             unused, flat = listing.flat.unused.originals, listing.flat
             mine = range(listing.first, listing.first + len(listing.originals))
@@ -579,8 +579,7 @@ class _StepsByUnit:
             )
 
     def _refuse_scaled(self) -> None:
-        scaler = _scaling.get(self._thread, lambda: None)()
-        if scaler is not None:
+        if (scaler := _scaling.get(self._thread, lambda: None)()) is not None:
             raise LifecycleError(
                 f"step_in_backward with a loss that {type(scaler).__name__}.scale() has scaled, without an update() "
                 "since: gradients have to be unscaled before a step. Call step() after backward, outside"

@@ -345,8 +345,7 @@ def sharding_of(module: nn.Module) -> ShardedAPI:
     Raises:
         ConfigurationError: it is not sharded, or a part of what is.
     """
-    state = state_of(module)
-    if state is None:
+    if (state := state_of(module)) is None:
         raise ConfigurationError(
             f"this {type(module).__name__} is not sharded by itself; call fully_shard(module) or FSDP(module) first, "
             "or pass the module that was given to them"
@@ -596,8 +595,7 @@ class _Renaming:
     ) -> Iterator[tuple[str, torch.Tensor | Change]]:
         if callable(self._names):
             for name, value in found.items():
-                renamed = self._names(name)
-                if renamed is not None:
+                if (renamed := self._names(name)) is not None:
                     yield renamed, value
         elif self._names == "hf":
             yield from self._as_saved({n: v for n, v in found.items() if n not in self._tied}).items()

@@ -229,8 +229,7 @@ class ShardingState:
     def divisors(self) -> tuple[float, float]:
         """Gradients are divided by the one before and by the other after their sum over ranks."""
         world = self.group.world_size
-        before = self.options.reduce.predivide
-        if before is None:
+        if (before := self.options.reduce.predivide) is None:
             before = float(predivide_factor(world))
         return before, world / before
 

@@ -474,8 +474,7 @@ def full_state_dict(state: ShardingState, collect: AnyCallable, *args: object, *
     with full, collecting():
         collect(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", False))
         _rename(destination, prefix, _without_wrapping)
-        versions = versions_of(destination)
-        if versions is not None:
+        if (versions := versions_of(destination)) is not None:
             _rename(versions, prefix, lambda rest: _without_wrapping(rest + ".").removesuffix("."))
         if not state.state_is_local:
             detach_entries(state, destination, prefix, before)

@@ -50,8 +50,7 @@ class Answer:
 
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        if module is None:
+        if (module := self._module()) is None:
             raise LifecycleError("the module that was asked for its parameters is gone")
         return module
 
@@ -137,8 +136,7 @@ class Moves(Answer):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = self.module
         for name, original in [] if _collecting.depth else hidden(module):
-            flat = managing(original)
-            if flat is None:
+            if (flat := managing(original)) is None:
                 continue
             shard, group = flat.param, flat.group
             moved = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))

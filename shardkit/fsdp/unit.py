@@ -683,8 +683,7 @@ class LocalGradients:
                 if dtype.itemsize <= gradient.dtype.itemsize:
                     return
                 original.param.grad = None
-            kept = self._wide.get(number)
-            if kept is None:
+            if (kept := self._wide.get(number)) is None:
                 self._wide[number] = gradient.to(dtype)
             else:
                 kept.add_(gradient)
@@ -946,8 +945,7 @@ class Unit:
     def _after(self, index: int, flat: FlatParam, number: int) -> Callable[[torch.Tensor], None]:
         # one closure a parameter: these run for every gradient
         def after(_: torch.Tensor) -> None:
-            engine = self.engine
-            if engine is None:
+            if (engine := self.engine) is None:
                 name = name_of_original(flat.originals[number].param)
                 raise LifecycleError(
                     f"rank {flat.group.rank}: backward reached parameter {name!r}, but the FSDP module that holds it "
@@ -983,8 +981,7 @@ class Unit:
         after = self.engine.after if self.engine is not None else ()
         with self.ranges.gather():
             for flat in self.needs:
-                store = flat.use()
-                if store is not None:
+                if (store := flat.use()) is not None:
                     asked.append(store)
             if self.keeps_frozen:
                 for flat in self.flats:

@@ -156,8 +156,9 @@ def shard_by_id(
     known = set(id_map or numbers)
     if known and len(known) != len(names):
         raise ConfigurationError(
-            f"this optimizer state is of a model with {len(known)} parameters, this model has {len(names)}; wrap the "
-            "model as it was when the state was saved"
+            f"this optimizer state is of a model with {len(known)} parameters, this model has {len(names)}. Wrap "
+            "the model as it was when it was saved; if its optimizer had trainable parameters alone, load it in one "
+            "process, where save_training makes a checkpoint of it, and use restore_training"
         )
     if known and not id_map and len(full["param_groups"]) > 1:
         raise ConfigurationError(

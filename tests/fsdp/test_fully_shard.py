@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -146,6 +147,28 @@ def test_the_module_stays_what_it_was(rank: int, world_size: int) -> None:
     if world_size > 1:
         with pytest.raises(LifecycleError, match=r"words\.weight"):
             model.words.weight.sum()
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
+@on_ranks(2)
+def test_a_parameter_of_another_shape_in_a_summoned_module(rank: int, door: str) -> None:
+    """The first one is on one rank alone. All else is kept, and the module trains on."""
+    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    models = plain, through(door, copy.deepcopy(plain))
+    for ranks in ((0,), (0, 1)):
+        words = r"'1\.weight' has shape \(3, 4\), was \(4, 4\)"
+        inside = pytest.raises(ConfigurationError, match=words) if rank in ranks else contextlib.nullcontext()
+        with inside, sharding_of(models[1]).summon_full_params():
+            inner = getattr(models[1], "module", models[1])
+            if rank in ranks:
+                inner[1].weight = nn.Parameter(torch.ones(3, 4))
+            inner[0].weight = nn.Parameter(torch.ones(4, 4) * len(ranks))
+    plain[0].weight.data.fill_(2.0)
+    for m in models:
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        m(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    assert_same(models[1], plain)
 
 
 @on_ranks(*WORLDS)
