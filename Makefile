@@ -9,7 +9,7 @@
 #   make check   ruff, mypy, import-linter; prints how large the house is, beside the goals
 #   make fuzz     damages and forges 10,000 files; trains all families to the same bits on 1 to 8 ranks; draws new programs
 #                 for MINUTES=10, keeps what fails as tests
-#   make faults   puts some 220 faults into a copy of the source, one after the other: tests have to notice each
+#   make faults   puts some 360 faults into a copy of the source, one after the other: tests have to notice each
 #   make streams  contract, wrappers, optimizers and drawn programs on ranks with a simulated device that has streams
 #   make bench   shardkit, fairscale, DDP, FSDP1, FSDP2 and others interleaved in one run
 #   make gpu     on a machine with GPUs: tests and benchmarks there, at most 25 minutes; writes docs/GPU.md
