@@ -53,7 +53,8 @@ last of them does, counted from the end of the first step. Each was measured onc
 What is not covered:
 
 - A view of a gathered weight (`weight.t()`, `weight[0]`, `weight.data[0]`) that is kept outside of modules, in a list,
-  and read after its unit gave the memory back ends the process (SIGSEGV), as with FSDP2: keep a `clone()`.
+  and read between forward and backward, or with torch 2.9 at any time, ends the process (SIGSEGV), as with FSDP2: keep
+  a `clone()`. After backward, or a forward without gradients, it raises a LifecycleError.
 - CUDA with NCCL: shardkit doesn't watch waits there. They end when NCCL's own watchdog ends the job, after the process
   group's timeout. Gathers in another order are noticed, by the rank that leaves the order; the other ranks hear of it
   when they gather or reduce next, or a few seconds after their host began to wait for the device.
