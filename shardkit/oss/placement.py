@@ -9,6 +9,7 @@ all-gather that follows writes straight into everybody's parameters, and nothing
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from abc import ABC, abstractmethod
@@ -497,7 +498,7 @@ def _joined_state(segment: FlatSegment, loaded: Mapping[nn.Parameter, State]) ->
         # a rank that owns nothing still takes part in every step, so its state has to have the same shape
         like, example = next(((p, s) for p, s in loaded.items() if s), (segment.own, {}))
         return {
-            k: torch.zeros_like(segment.own) if is_elementwise(k, v, like.shape) else v
+            k: torch.zeros_like(segment.own) if is_elementwise(k, v, like.shape) else copy.deepcopy(v)
             for k, v in example.items()
         }
     first = next(iter(have.items()))
@@ -507,7 +508,7 @@ def _joined_state(segment: FlatSegment, loaded: Mapping[nn.Parameter, State]) ->
             pieces = {p: have[p][key] if p in have else torch.zeros_like(p) for p in owned}
             joined[key] = segment.join_own(pieces)
         else:
-            joined[key] = value
+            joined[key] = copy.deepcopy(value)  # counted by itself, whoever else has it
     return joined
 
 

@@ -206,6 +206,26 @@ def test_doors_in_one_program(rank: int, world_size: int, first: int) -> None:
 
 
 @on_ranks((2, "xla"))
+def test_where_a_rank_owns_nothing_of_a_group(rank: int, world_size: int) -> None:
+    """A state that was loaded is a group's own: two counted their steps in one tensor."""
+    plain, inner = make_model(), make_model().to(get_backend("xla").device())
+    make = functools.partial(torch.optim.Adam, lr=0.01, eps=1e-3)
+    lists = [list(m.parameters()) for m in (inner, plain)]
+    mine, truth = ([{"params": params[1:]}, {"params": params[:1]}] for params in lists)
+    optimizers: list[Any] = [OSS(mine, make), make(truth)]
+    model = ShardedDDP(inner, optimizers[0])
+
+    def loss(m: Any, r: int, step: int) -> torch.Tensor:
+        return (m(batch(r, step).to(lists[m is plain][0].device)) - 1).square().mean()
+
+    for step in range(4):
+        steps_beside(rank, world_size, model, plain, loss, optimizers, [step])
+        if step == 1:
+            optimizers[0].load_state_dict(optimizers[0].state_dict(all_ranks=True))
+    assert_same(inner, plain, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks((2, "xla"))
 def test_gradients_in_segments_are_not_read(rank: int, world_size: int) -> None:
     run = Run(rank, world_size, "sharded_ddp")
     run.backward(0)
@@ -260,5 +280,8 @@ def test_weights_leave_and_what_is_refused(rank: int, world_size: int) -> None:
             torch.testing.assert_close(received, whole, rtol=0, atol=0)
     with pytest.raises(ConfigurationError, match="pad those that have fewer"):
         uneven(run.model)
-    with pytest.raises(ConfigurationError, match="frozen='keep'"):
-        fully_shard(nn.Linear(2, 2).to(run.backend.device()), reshard=ReshardPolicy(frozen="keep"))
+    refused: dict[str, Any] = {"frozen='keep'": {"reshard": ReshardPolicy(frozen="keep")}}
+    refused["dtensors=True"] = {"dtensors": True}  # whose state_dict() would be this rank's part
+    for word, options in refused.items():
+        with pytest.raises(ConfigurationError, match=word):
+            fully_shard(nn.Linear(2, 2).to(run.backend.device()), **options)
