@@ -500,22 +500,17 @@ def check_options(options: Options, group: Group) -> None:
 
 def _check_lazy(options: Options, group: Group) -> None:
     """Raises ConfigurationError for what is not where a compiler decides on memory."""
-    name, reshard = group.backend.name, options.reshard
+    where, reshard, said = f"on {group.backend.name}", options.reshard, None
     if options.offload.masters or options.offload.activations:
-        raise ConfigurationError(
-            f"masters=True and activations=True: on {name} a step is one program, which nothing can be copied "
-            "beside; leave them out"
-        )
-    if reshard.frozen != "reshard":
-        raise ConfigurationError(
-            f"frozen={reshard.frozen!r}: on {name} the compiler decides how long gathered values are kept; leave "
-            "it out"
-        )
-    if not isinstance(reshard.after_forward, bool) and reshard.after_forward < group.world_size:
-        raise ConfigurationError(
-            f"after_forward={reshard.after_forward}: on {name} the compiler decides what is kept between "
-            "forward and backward; use True or False"
-        )
+        said = f"masters=True and activations=True: {where} a step is one program, which nothing can be copied beside"
+    elif reshard.frozen != "reshard":
+        said = f"frozen={reshard.frozen!r}: {where} the compiler decides how long gathered values are kept"
+    elif options.dtensors:
+        said = f"dtensors=True: {where} parts are even and 1-D, no DTensors; state_dict() is full without"
+    elif not isinstance(reshard.after_forward, bool) and reshard.after_forward < group.world_size:
+        said = f"after_forward={reshard.after_forward}: {where} only True and False are known to the compiler"
+    if said is not None:
+        raise ConfigurationError(f"{said}; leave it out")
 
 
 def _check_codes(found: Found, compute: torch.dtype | None) -> None:
