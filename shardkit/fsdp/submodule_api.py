@@ -339,6 +339,14 @@ def _watch() -> None:
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or not _is_taken(parent) or parent._modules.get(name) is child:
         return
+    if (
+        name == "parametrizations"
+    ):  # torch has taken the parameter out already, and given the module another class
+        flats = [flat for flat in parent.__dict__[_MANAGED].state().flats if flat.is_summoned]
+        for place in [place for flat in flats for original in flat.originals for place in original.places]:
+            if place.module is parent and place.name not in parent._parameters:
+                parent.__class__ = type(parent).__bases__[0]
+                raise ConfigurationError(_too_late(parent, f"{place.name}.original"))
     new = [(path, m) for path, m in child.named_modules(prefix=name) if not _is_taken(m)]
     for path, m in new:
         for attribute, param in m._parameters.items():

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import FSDP, PrecisionPolicy, ReshardPolicy, ShardedDDP, fully_shard, sharding_of
@@ -147,6 +149,30 @@ def test_the_module_stays_what_it_was(rank: int, world_size: int) -> None:
     if world_size > 1:
         with pytest.raises(LifecycleError, match=r"words\.weight"):
             model.words.weight.sum()
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
+@on_ranks(2)
+def test_a_parametrization_of_a_summoned_module(rank: int, door: str) -> None:
+    """torch has taken the weight out, and changed the class, before it is refused."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = through(door, copy.deepcopy(plain))
+    inner = getattr(model, "module", model)
+    for change in (
+        spectral_norm,
+        partial(register_parametrization, tensor_name="weight", parametrization=nn.Tanh()),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=r"'weight\.original' is put into a Linear whose parameters"
+        ):
+            with sharding_of(model).summon_full_params():
+                change(inner[1])
+        assert type(inner[1]) is nn.Linear
+    for m in (model, plain):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        m(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    assert_same(model, plain)
 
 
 @pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
