@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_285
+LINES = 64_270
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
@@ -16,15 +16,15 @@ PARTS = {
     "shardkit": 2_430,  # the files right there
     "shardkit/checkpoint": 6_469,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_489,
+    "shardkit/fsdp": 11_480,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_337,
     "shardkit/optimizers": 564,
-    "shardkit/oss": 3_070,
+    "shardkit/oss": 3_065,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_632,
+    "shardkit/reduction": 1_631,
     "shardkit/tools": 7_409,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_551,

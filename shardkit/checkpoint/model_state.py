@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..errors import ConfigurationError, LifecycleError
 from ..fsdp.construct import wake
-from ..fsdp.flat_param import FlatParam
+from ..fsdp.flat_param import SUMMONED, FlatParam
 from ..fsdp.state import ShardingState, plain_name, state_of
 from ..fsdp.state_dict import buffers_of, check_saved, leaves_of, name_at, written_parameters
 from ..optimizer_state.kinds import Fixed, Leaf, Ranks, add_named, noted, of_dtensor, whole
@@ -58,7 +58,7 @@ class ModelState:
     def _add(self, state: ShardingState) -> None:
         for flat in state.flats:
             check_saved(flat, "a training checkpoint", "Save with torch.distributed.checkpoint")
-            if flat.is_summoned:
+            if flat.store.state is SUMMONED:
                 raise LifecycleError(
                     "parameters are summoned or unsharded at this moment, and changes to them not yet in the shards: "
                     "save and restore after `with summon_full_params()` has ended (or after reshard())"

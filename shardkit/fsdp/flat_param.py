@@ -1807,10 +1807,6 @@ class FlatParam:
         return sum(p._version for p in self.versioned)
 
     # ------------------------------------------------------------ the store
-    @property
-    def is_summoned(self) -> bool:
-        return self.store.state is SUMMONED
-
     def adopt(self) -> None:
         """Chooses a store whenever the shard's device or dtype changed, and makes original parameters see it."""
         self._settle(self.store)

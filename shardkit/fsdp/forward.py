@@ -255,7 +255,7 @@ def _enter_summoned(
         args, kwargs = cast_inputs((args, kwargs), dtype)
     with ExitStack() as stack:
         for flat in unit.needs:
-            if flat.is_summoned:
+            if flat.store.state is SUMMONED:
                 stack.enter_context(flat.summoned_for_compute())
         entered = Entered(stack.pop_all(), None, False, unit, unit.ranges.forward(), (args, kwargs))
     return entered, args, kwargs

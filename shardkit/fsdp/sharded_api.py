@@ -29,7 +29,7 @@ from ..torch_seams.tensors import INTEGERS, copied, memory_of
 from ..types import IncompatibleKeys, SavedState, StateDict, T, Tree
 from .construct import wake
 from .engine import Engine
-from .flat_param import FlatParam
+from .flat_param import SUMMONED, FlatParam
 from .forward import become_root
 from .originals import mesh_of
 from .own_forms import is_in_parts
@@ -494,7 +494,9 @@ def _check_export(
         check_saved(flat, "export()", "Take state_dict(), whose DTensors have full_tensor()")
         in_parts = is_in_parts(flat.originals[0])
         if since is not None and (
-            flat.is_summoned or flat.param.element_size() not in INTEGERS or (in_parts and dtype is None)
+            flat.store.state is SUMMONED
+            or flat.param.element_size() not in INTEGERS
+            or (in_parts and dtype is None)
         ):
             raise ConfigurationError(
                 f"{flat.names[0]!r} has 16 bytes an element, or is made of several tensors and dtype= is not named, or "

@@ -27,7 +27,7 @@ from ..optimizers.shards import given_way
 from ..policy import OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy
 from ..types import Memo, ProcessGroup, StateDict
 from .engine import Engine
-from .flat_param import FlatParam, Registered, exposed
+from .flat_param import SUMMONED, FlatParam, Registered, exposed
 from .originals import OriginalParameter, Place
 from .unit import Unit, predivide_factor
 
@@ -430,7 +430,7 @@ def enter_summon(state: ShardingState, writeback: bool | None, purpose: Purpose 
     state.unit.release()
     stack = contextlib.ExitStack()
     for flat in state.unit.needs:
-        if not flat.is_summoned:  # by another unit that uses it
+        if flat.store.state is not SUMMONED:  # by another unit that uses it
             stack.enter_context(flat.summoned(writeback))
             stack.enter_context(exposed(flat, writeback))
             if purpose == "unshard":

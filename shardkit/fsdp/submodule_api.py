@@ -34,7 +34,7 @@ from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .flat_param import GATHERED, Registered
+from .flat_param import GATHERED, SUMMONED, Registered
 from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
 
@@ -339,10 +339,8 @@ def _watch() -> None:
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or not _is_taken(parent) or parent._modules.get(name) is child:
         return
-    if (
-        name == "parametrizations"
-    ):  # torch has taken the parameter out already, and given the module another class
-        flats = [flat for flat in parent.__dict__[_MANAGED].state().flats if flat.is_summoned]
+    if name == "parametrizations":  # torch has taken the parameter out, and changed the module's class
+        flats = [flat for flat in parent.__dict__[_MANAGED].state().flats if flat.store.state is SUMMONED]
         for place in [place for flat in flats for original in flat.originals for place in original.places]:
             if place.module is parent and place.name not in parent._parameters:
                 parent.__class__ = type(parent).__bases__[0]

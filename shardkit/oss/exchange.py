@@ -475,7 +475,6 @@ class GradientExchange:
         self.rounds: Rounds | None = None
         self.ranges = Ranges("root", group.ranks)
         self._forwards: list[Range] = []  # in progress
-        self._has_loaded = False  # since the last step
         self._build()
         for optimizer in self._optimizers:
             optimizer._before_step.append(self._before_step)
@@ -601,8 +600,7 @@ class GradientExchange:
                 part.adopt_means(params | part.means())
 
     def forget_errors(self) -> None:
-        """Forgets what compression has left out so far, as other values are loaded."""
-        self._has_loaded = True
+        """Forgets what compression has left out so far."""
         for bucket in self.buckets:
             if bucket.compressed is not None:
                 bucket.compressed.feedback.forget()
@@ -741,9 +739,6 @@ class GradientExchange:
             )
         if self.rounds is not None:
             self.rounds.check_step()
-        if self._has_loaded:
-            self._has_loaded = False
-            self._order.agree("a step after load_state_dict() of the model")
         if not self.state.accumulating:
             self._buffers.sync_if_changed()
 

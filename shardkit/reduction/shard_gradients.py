@@ -163,16 +163,19 @@ def combined(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     return stacked.sum() if norm_type == 0 else torch.linalg.vector_norm(stacked, norm_type)
 
 
-# By group of ranks, what they have clipped to: told once each, since nobody waits for a number that stays.
+# By group of ranks, what they have clipped to lately: told once, since nobody waits for a number that stays.
 _clipped_to: weakref.WeakKeyDictionary[Group, set[str]] = weakref.WeakKeyDictionary()
+_LATELY = 8  # numbers; those of an adaptive norm are other ones in each step
 
 
-def agree_on_clipping(groups: Iterable[Group], max_norm: object, norm_type: float) -> None:
+def _agree_on_clipping(groups: Iterable[Group], max_norm: object, norm_type: float) -> None:
     """Refuses ranks that clip to other norms (collective, where they have not clipped to these before)."""
     for group in groups if isinstance(max_norm, int | float) else ():
         known, what = _clipped_to.setdefault(group, set()), f"clipping to {max_norm:g}, norm {norm_type:g}"
         if what not in known and group.world_size > 1:
             group.channel("control").agree(what)
+            if len(known) == _LATELY:
+                known.clear()
             known.add(what)
 
 
@@ -194,7 +197,7 @@ def clip_by_global_norm(
     among = [group for portion in portions for group in portion.groups]
     if in_parts:
         check_whole(among)
-    agree_on_clipping(among, max_norm, norm_type)
+    _agree_on_clipping(among, max_norm, norm_type)
     with CLIP.clip():
         if in_order and is_exact(norm_type):
             total = exact_norm([(dense(map(local_of, each)), groups) for each, groups in portions], like)
@@ -463,11 +466,7 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
     own = [values[k] for k, g in enumerate(groups) if g is None]
     finished = [combined(own, order)] if own else []
     in_order = [g for g in norms.of if g is not None and g.in_order]
-    among, frame = sorted({g for g in groups if g is not None}, key=lambda g: g.ranks), sys._getframe()
-    while frame.f_code.co_name != "clip_grad_norm_" and frame.f_back is not None:
-        frame = frame.f_back
-    agree_on_clipping(among, frame.f_locals.get("max_norm"), order)
-    for group in among:
+    for group in sorted({g for g in groups if g is not None}, key=lambda g: g.ranks):
         exact = [local_of(g).as_subclass(torch.Tensor) for g in in_order if _group_of(g) is group]
         if exact and is_exact(order):
             check_whole((group,))
