@@ -152,15 +152,15 @@ class FlatSegment:
         self._standing.forget()
 
     def clear_gradient(self) -> None:
-        self.own.grad = None
-        self._flags = None
+        """Clears it as the stand-in was: to zeros, which step what moves without a gradient, or to none."""
+        is_there = self._standing.gradient is not None and self.marked.grad is self._standing.gradient
+        self.own.grad = torch.zeros_like(self.own) if is_there and self.own.grad is not None else None
+        self._flags = self._flags if is_there else None
 
     def stand_down(self) -> None:
-        """Clears as :meth:`clear_gradient` does, and no parameter shows a gradient on behalf of the others."""
+        """Clears it, and no parameter shows a gradient on behalf of the others."""
+        self.notice_clearing()
         self.clear_gradient()
-        if self.marked.grad is self._standing.gradient:
-            self.marked.grad = None
-        self._standing.forget()
 
     def check_counts(self, optimizer: Optimizer) -> None:
         """Warns, once, of a parameter that the next step counts with the others; see [Note: counts] in ``kinds.py``."""

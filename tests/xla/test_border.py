@@ -96,6 +96,34 @@ def test_clip_grad_norm_of_torch(rank: int, world_size: int, strategy: str) -> N
     run.assert_equal()
 
 
+class LeavesOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, is_left_out: bool) -> torch.Tensor:
+        x = self.first(x)
+        return x if is_left_out else self.second(x)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+@on_ranks((2, "xla"))
+def test_zeros_move_what_is_left_out(rank: int, world_size: int, set_to_none: bool) -> None:
+    """As in one process: momentum goes on where zero_grad has left zeros, and nothing moves without a gradient."""
+    torch.manual_seed(0)
+    plain, device = LeavesOut(), get_backend("xla").device()
+    inner = copy.deepcopy(plain).to(device)
+    optimizer, plain_optimizer = OSS(inner.parameters(), SGD), SGD(plain.parameters())
+    model = ShardedDDP(inner, optimizer)
+    for is_left_out in (False, True, False):
+        model(torch.full((2, 4), rank + 1.0).to(device), is_left_out).sum().backward()
+        plain(torch.full((2, 4), (world_size + 1) / 2), is_left_out).sum().backward()
+        for steps, cleared in ((optimizer, model), (plain_optimizer, plain)):
+            steps.step()
+            cleared.zero_grad(set_to_none=set_to_none)
+    assert_same(model, plain, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "sharded_ddp"])
 @on_ranks((2, "xla"))
 def test_torch_xlas_largest_element_is_refused(rank: int, world_size: int, strategy: str) -> None:
