@@ -58,6 +58,7 @@ from .originals import (
     hide,
     known_originals,
     managing,
+    owner_of,
     refuse_split,
     register,
 )
@@ -723,15 +724,13 @@ def _listed(
 def _borrow(found: Found) -> list[FlatParam]:
     """Lists parameters that other units manage in this one, too; returns the flat parameters that have them."""
     for param, place in found.borrowed:
-        flat = managing(param)
-        if not isinstance(flat, FlatParam):
+        if (owner := owner_of(param)) is None:
             raise LifecycleError(f"the unit whose parameter {place.name!r} this one uses too is gone")
-        for original in flat.originals:
-            if original.param is param:
-                original.places.append(place)
-        hide(place, param)
+        flat, original = owner.flat, owner.flat.originals[owner.number]
+        original.places.append(place)
+        hide(place, original.param)
         for listing in flat.listings:
-            if is_dtensor(listing.param) and listing.originals[0].param is param:
+            if is_dtensor(listing.param) and listing.originals[0] is original:
                 register(place, cast("nn.Parameter", listing.param))  # state dicts have it under each name
                 place.module.__dict__.pop(place.name, None)
         flat.is_borrowed = True

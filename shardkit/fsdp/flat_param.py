@@ -1822,12 +1822,13 @@ class FlatParam:
         self.store.users = 0
         target = "meta" if self.param.device.type == "meta" else self.compute_device.type
         empty = torch.empty(0, dtype=self.compute_dtype, device=target)
-        for original in self.originals:
+        for number, original in enumerate(self.originals):
             old = original.param
             with as_tensors():  # asked of parameters whose values can't be read now, too
                 fits = old.device.type == target or torch._has_compatible_shallow_copy_type(old, empty)
             if not fits:  # devices between which tensors can't change
                 original.replace(empty)
+                known_originals[id(old)] = weakref.ref(old), weakref.ref(self), number  # it may be tied
                 for place in original.places:
                     place.module.__dict__[place.name] = original.param
         note_originals(self)

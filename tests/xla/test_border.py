@@ -96,6 +96,23 @@ def test_clip_grad_norm_of_torch(rank: int, world_size: int, strategy: str) -> N
     run.assert_equal()
 
 
+@on_ranks((1, "xla"), (2, "xla"))
+def test_a_tie_outlives_the_move_of_a_unit(rank: int, world_size: int) -> None:
+    """A unit that is wrapped on the CPU takes its parameters to the device; modules around it have the CPU's."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight = plain[0].weight
+    inner, device = copy.deepcopy(plain), get_backend("xla").device()
+    inner[0] = FSDP(inner[0], device=device)
+    model = FSDP(inner, device=device)
+    model(torch.full((2, 4), rank + 1.0).to(device)).square().sum().backward()
+    losses = [plain(torch.full((2, 4), r + 1.0)).square().sum() for r in range(world_size)]
+    torch.stack(losses).mean().backward()
+    for each in (model, plain):
+        SGD(each.parameters()).step()
+    assert_same(model, plain, rtol=1e-4, atol=1e-5)
+
+
 class LeavesOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()
