@@ -154,9 +154,8 @@ def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
 def check_kinds(given: Tree, **kinds: type | UnionType) -> None:
     """Raises ConfigurationError where one of what is given under these names is of another kind; None never is."""
     for name, kind in kinds.items():
-        value = given.get(name)
-        with contextlib.suppress(TypeError):  # it is no whole number
-            if isinstance(0, kind) and not isinstance(value, bool):
+        if not isinstance(value := given.get(name), int | float | None) and isinstance(0, kind):
+            with contextlib.suppress(TypeError):  # it is no whole number
                 value = given[name] = index(value)  # numpy's becomes Python's
         if value is not None and not isinstance(value, kind):
             wanted = kind.__name__ if isinstance(kind, type) else kind

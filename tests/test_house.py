@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_270
+LINES = 64_269
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
     "compat": 9_328,
-    "shardkit": 2_430,  # the files right there
+    "shardkit": 2_429,  # the files right there
     "shardkit/checkpoint": 6_469,
     "shardkit/flattening": 820,
     "shardkit/fsdp": 11_480,

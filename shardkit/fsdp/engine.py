@@ -722,7 +722,7 @@ class Engine:
             if self._frozen and not self.is_alone:
                 self._ask_frozen()
         self._lock_held()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.pending:
             find_kept_views(self._flats)
         for flat in self._flats:
             if flat.store.state is LOCKED and flat.written:
@@ -1011,7 +1011,8 @@ class Engine:
         for unit in self.units:
             unit.end_backward()
         self._lock_held()
-        find_kept_views(self._flats)
+        if self._is_planned:  # no other graph is there
+            find_kept_views(self._flats)
         self.units[0].backwards += not self.is_alone  # of ranks that are, some may have more
         if self._after_backward is not None:
             self._after_backward()

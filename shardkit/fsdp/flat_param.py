@@ -556,7 +556,7 @@ class KeptViews:
         # whether a backward ran.
         self._familiar: dict[tuple[bool, bool], int] = {}
         self.found: list[tuple[TensorWeakRef, type[torch.Tensor]]] = []
-        self.usual = 0
+        self.usual = _holders_of(self.memory) + len(originals)
 
     def conceal(self, modules: Sequence[nn.Module], lent: Sequence[tuple[int, TensorWeakRef]]) -> None:
         """Notes that the memory is about to be given back; views may be kept by these modules, or by whoever."""
@@ -601,23 +601,22 @@ class KeptViews:
 def find_kept_views(flats: Sequence[FlatParam]) -> None:
     """Finds views that a program keeps anywhere, where more tensors than usual look at memory that no graph needs.
 
-    It looks at all objects that there are (some 50 ms): after the first backward, and where a view may be new.
+    It looks at all objects that there are (some 50 ms): not again for as many as a look has not explained.
     """
     suspects = []
     for flat in flats:
         views = flat.store.kept_views
-        if views is not None and flat.store.state is not GATHERED:
-            now = _holders_of(views.memory) - len(views.found)
-            if now > views.usual:
-                suspects.append(views)
-            views.usual = now  # a thread of gloo may have been one of them
+        if views is None or flat.store.state not in (RELEASED, KEPT):
+            continue
+        if _holders_of(views.memory) - len(views.found) > views.usual:
+            suspects.append(views)
     # before torch 2.10 a tensor that C++ alone holds may come to its end while it is looked at here
     if suspects and torch.__version__ >= "2.10":
         with as_tensors():
             tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
             for views in suspects:
                 views.add(tensors)
-                views.usual = _holders_of(views.memory) - len(views.found)
+                views.usual = max(views.usual, _holders_of(views.memory) - len(views.found))  # a graph's, say
 
 
 def _tensors_in(values: Tree, depth: int = 4) -> Iterator[torch.Tensor]:
