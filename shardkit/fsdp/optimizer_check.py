@@ -56,7 +56,6 @@ from ..optimizer_state.kinds import (
 )
 from ..optimizers.elementwise import Verdict, is_known_elementwise, judge, names_of_elementwise
 from ..optimizers.shards import AgreedOptions, copy_options, group_facts, listing_of, shard_behind, take_part
-from ..reduction.shard_gradients import ShardGradient
 from ..torch_seams.tensors import is_dtensor, like_dtensor
 from ..types import AnyCallable, StateDict, Tree
 from .flat_param import Registered, dimensions_asked, flat_changed_by
@@ -116,8 +115,7 @@ class _Looked:
             if are_some or unused.used is not None:
                 parts = flat.layout.of_rank(flat.group.rank).values()
                 here = [p for p in parts if unused.originals[p.item]]
-                is_left_out = unused.used is None and len(here) == len(parts)
-                is_left_out &= isinstance(param.grad, ShardGradient)  # and no program's own
+                is_left_out = unused.used is None and 0 < len(here) == len(parts) and not param.grad.any()
                 ranges = [(p.offset, p.offset + p.numel) for p in here]
                 kept = UnusedRanges(ranges) if unused.used is None else UsedMask(unused.used)
                 aside = PutAside(param.data, optimizer.state.get(param, {}), kept)

@@ -65,6 +65,18 @@ def test_clip_grad_norm_of_torch(world: tuple[int, str], strategy: str, norm_typ
 @on_ranks(2, 3)
 def test_a_shard_without_gradients_is_met_in_norms(rank: int, world_size: int) -> None:
     """What is not used yet lies on the last rank; its own steps are counted from when it is."""
+    _step_what_is_reached(rank, world_size)
+
+
+def test_a_shard_without_gradients_behind_a_sharded_ddp() -> None:
+    """Steps know the gradients of that one first: they show them as plain ones."""
+    run_once(2, "gloo", _step_what_is_reached, 2, True)
+
+
+def _step_what_is_reached(rank: int, world_size: int, behind: bool = False) -> None:
+    if behind:
+        first: Any = nn.Linear(4, 4)
+        ShardedDDP(first, OSS(first.parameters(), torch.optim.SGD, lr=0.1))(torch.ones(2, 4)).sum().backward()
     plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(world_size)))
     kind = torch.optim.Adam if world_size == 2 else torch.optim.Adagrad
     model: Any = FSDP(Reached(copy.deepcopy(plain)))
