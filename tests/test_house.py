@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_267
+LINES = 64_265
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_429,  # the files right there
     "shardkit/checkpoint": 6_469,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_478,
+    "shardkit/fsdp": 11_476,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,

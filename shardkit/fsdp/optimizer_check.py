@@ -97,7 +97,7 @@ class _Looked:
         self.copied: list[weakref.ref[FlatParam]] = []
         self.options = AgreedOptions()
         self.is_judged = self.has_loaded = False
-        self.saved: list[tuple[FlatParam, PutAside, torch.Tensor | None]] = []
+        self.saved: list[tuple[FlatParam, PutAside]] = []
         self.left_out: dict[str, set[int]] | None = {}
 
     def look_again(self, _: object) -> None:
@@ -113,22 +113,16 @@ class _Looked:
             if param.grad is None or param.is_meta:
                 continue
             if are_some or unused.used is not None:
-                parts = flat.layout.of_rank(flat.group.rank).values()
-                here = [p for p in parts if unused.originals[p.item]]
-                is_left_out = unused.used is None and 0 < len(here) == len(parts) and not param.grad.any()
+                used = unused.used
+                here = [p for p in flat.layout.of_rank(flat.group.rank).values() if unused.originals[p.item]]
                 ranges = [(p.offset, p.offset + p.numel) for p in here]
-                kept = UnusedRanges(ranges) if unused.used is None else UsedMask(unused.used)
-                aside = PutAside(param.data, optimizer.state.get(param, {}), kept)
-                self.saved.append((flat, aside, param.grad if is_left_out else None))
-                if is_left_out:  # its gradient is zeros, for norms alone
-                    param.grad = None
+                kept = UnusedRanges(ranges) if used is None else UsedMask(used)
+                self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:
         saved, self.saved = self.saved, []
-        for flat, aside, gradient in saved:
+        for flat, aside in saved:
             aside.put_back(flat.param.data, optimizer.state.get(flat.param, {}))
-            if gradient is not None:
-                flat.param.grad = gradient
 
     def _check_counts(self, optimizer: Optimizer, flat: FlatParam, left_out: set[int]) -> None:
         """Warns, once, of a parameter whose count of steps is not its own; see [Note: counts] in ``kinds.py``."""

@@ -184,8 +184,9 @@ Reduction = tuple[list[bool], bool, torch.Tensor, Work | None]
 # Ranks that share flat parameters (their channel for gradients); how gradients travel; the sum over ranks is divided by
 # the first before and by the second after it is formed; who sends them.
 Terms = tuple[Group, ReducePolicy, tuple[float, float], CustomComms]
-# A flat parameter in a pack: the number of its first original parameter there, where its shard begins in a rank's part.
-_Part = tuple[FlatParam, int, int]
+# A flat parameter in a pack: the number of its first original parameter there, where its shard begins in a rank's part,
+# and which of its original parameters, by number in it, have something on this rank.
+_Part = tuple[FlatParam, int, int, Sequence[int]]
 
 
 def packed_dtype(flat: FlatParam, reduce: ReducePolicy) -> torch.dtype:
@@ -286,9 +287,12 @@ class GradientPack(ABC):
         )
         self.part_numel = self._form.sizes[group.rank]
         self._parts: list[_Part] = []
+        here = [p.item for p in self._form.pieces if p.rank == group.rank]
         self._in_runs: list[tuple[int, ShardLayout]] = []
         for f, (first, start) in zip(flats, places, strict=True):
-            self._parts.append((f, first, start))
+            own = range(first, first + len(f.originals))
+            items = here if len(flats) == 1 else [k - first for k in here if k in own]
+            self._parts.append((f, first, start, items))
             if f.layout.runs > 1:
                 self._in_runs += [(first + k, one) for k, one in f.layout.blocks if one.runs > 1]
         self._like = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -373,7 +377,7 @@ class GradientPack(ABC):
         ranks = ranks_of(self._group, replicas) if self._microbatches else 1
         parts = list(contributions(result, ranks)) if ranks > 1 else []
         for part in self._parts:
-            flat, first, _ = part
+            flat, first, _, _ = part
             some = had if len(self._parts) == 1 else had[first : first + len(flat.originals)]
             if parts:
                 self._arrive_in_order(part, some, parts, had_all)
@@ -384,7 +388,7 @@ class GradientPack(ABC):
 
     def _arrive(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """Gives a shard the mean; some rank ``had`` these gradients, as far as is known."""
-        flat, _, start = part
+        flat, _, start, _ = part
         landing = flat.store.landing
         if landing is not None and result.device.type == self._device.type:
             size = flat.layout.shard_numel
@@ -426,7 +430,7 @@ class GradientPack(ABC):
 
     def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
         """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
-        flat = part[0]
+        flat, here = part[0], part[3] or range(len(had))
         trains = list(map(_requires_grad, flat.listings))
         if False in trains:  # frozen since forward: autograd gives such parameters nothing
             had = [h and t for h, t in zip(had, cycle(trains))]
@@ -434,9 +438,9 @@ class GradientPack(ABC):
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
             return False
         flat.unused.note(had, repeat(flat.param.grad is None))
-        # hooks, which may step an optimizer, are called on all ranks or none, and norms meet all gradients
-        if True not in had:
-            self._forget_zeros(flat, flat.unused.originals)
+        # hooks, which may step an optimizer, are called on all ranks or none
+        if True not in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
+            self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
             return False
         return True
 
@@ -446,7 +450,7 @@ class GradientPack(ABC):
 
     def _own(self, part: _Part, result: torch.Tensor) -> torch.Tensor:
         """Returns a shard's gradient [S] in what came, in the shard's dtype and on its device."""
-        flat, _, start = part
+        flat, _, start, _ = part
         param, size = flat.param, flat.layout.shard_numel
         gradient = result if result.numel() == size else result[start : start + size]
         if gradient.dtype != param.dtype or gradient.device != param.device:

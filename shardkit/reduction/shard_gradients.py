@@ -194,7 +194,7 @@ def clip_by_global_norm(
 
     Every rank calls it with portions of the same groups in the same order.
     """
-    among = [group for portion in portions for group in portion.groups]
+    among = [group for _, groups in portions for group in groups]
     if in_parts:
         check_whole(among)
     _agree_on_clipping(among, max_norm, norm_type)

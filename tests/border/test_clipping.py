@@ -22,18 +22,6 @@ from tests.pools import on_ranks, rank_pool, run_once
 MAX_NORM = 0.1
 
 
-class Reached(nn.Module):
-    """Uses so many of its layers."""
-
-    def __init__(self, layers: nn.Sequential) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor, reach: int) -> torch.Tensor:
-        found: torch.Tensor = self.layers[:reach](x)
-        return found
-
-
 def _own_clip(t: Twins, norm_type: float) -> torch.Tensor:
     if isinstance(t.optimizer, OSS):
         return t.optimizer.clip_grad_norm(MAX_NORM, norm_type)
@@ -60,41 +48,6 @@ def _clip(rank: int, world_size: int, strategy: str, norm_type: float, options: 
 @pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
 def test_clip_grad_norm_of_torch(world: tuple[int, str], strategy: str, norm_type: float) -> None:
     run(world, _clip, strategy, norm_type, {})
-
-
-@on_ranks(2, 3)
-def test_a_shard_without_gradients_is_met_in_norms(rank: int, world_size: int) -> None:
-    """What is not used yet lies on the last rank; its own steps are counted from when it is."""
-    _step_what_is_reached(rank, world_size)
-
-
-def test_a_shard_without_gradients_behind_a_sharded_ddp() -> None:
-    """Steps know the gradients of that one first: they show them as plain ones."""
-    run_once(2, "gloo", _step_what_is_reached, 2, True)
-
-
-def _step_what_is_reached(rank: int, world_size: int, behind: bool = False) -> None:
-    if behind:
-        first: Any = nn.Linear(4, 4)
-        ShardedDDP(first, OSS(first.parameters(), torch.optim.SGD, lr=0.1))(torch.ones(2, 4)).sum().backward()
-    plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(world_size)))
-    kind = torch.optim.Adam if world_size == 2 else torch.optim.Adagrad
-    model: Any = FSDP(Reached(copy.deepcopy(plain)))
-    ours, its = (
-        kind(model.parameters(), lr=0.1, weight_decay=0.1),
-        kind(plain.parameters(), lr=0.1, weight_decay=0.1),
-    )
-    for reach in (1, 1, world_size):
-        for optimizer in (ours, its):
-            optimizer.zero_grad()
-        model(torch.ones(2, 4), reach).square().sum().backward()
-        plain[:reach](torch.ones(2, 4)).square().sum().backward()
-        norms = [clip_grad.clip_grad_norm_(m.parameters(), MAX_NORM) for m in (model, plain)]
-        torch.testing.assert_close(*norms)
-        ours.step()
-        its.step()
-    state = {f"layers.{name}": value for name, value in plain.state_dict().items()}
-    torch.testing.assert_close(model.state_dict(), state)
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"error_if_nonfinite": True}])
