@@ -152,7 +152,7 @@ def noting_errors(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_kinds(given: Tree, **kinds: type | UnionType) -> None:
-    """Raises ConfigurationError where one of what is given under these names is of another kind; None never is."""
+    """Raises ConfigurationError where one of these, None aside, is of another kind; makes numpy's integers Python's."""
     for name, kind in kinds.items():
         if not isinstance(value := given.get(name), int | float | None) and isinstance(0, kind):
             with contextlib.suppress(TypeError):  # it is no whole number

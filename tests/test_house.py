@@ -14,9 +14,9 @@ PARTS = {
     "backends": 7_089,
     "compat": 9_328,
     "shardkit": 2_429,  # the files right there
-    "shardkit/checkpoint": 6_469,
+    "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_476,
+    "shardkit/fsdp": 11_474,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,

@@ -822,9 +822,7 @@ class Engine:
         for flat in self._held:
             if flat.held_at not in (None, flat.version):
                 raise changed_since_forward(flat)
-        others = list(
-            map(attrgetter("owner"), self.state.before)
-        )  # a comprehension would be a call in each step
+        others = list(map(attrgetter("owner"), self.state.before))  # a comprehension would be a call
         sends_last = not others or (not by_gradient and self.state.sends_last())
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met

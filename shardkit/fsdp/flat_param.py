@@ -533,7 +533,7 @@ _memory_of = torch._C._storage_address  # type: ignore[attr-defined]
 
 
 class KeptViews:
-    """The views of one flat parameter's original parameters that modules keep.
+    """The views of one flat parameter's original parameters that modules, or whoever, keep.
 
     Args:
         full: what original parameters are views of; other views of it are ours.

@@ -96,11 +96,11 @@ def _memory(rank: int) -> Memory:
 
 
 def test_memory_is_that_of_a_unit() -> None:
-    """Gathered, and what is handed on; a thread of gloo may have the one before for a moment still."""
+    """Gathered, and what is handed on; at times a thread of gloo has the one before for a moment still."""
     if DEVICE["name"] == "streams":
         pytest.skip("ranks are threads there, whose memory is counted together")
-    for memory in rank_pool(2).run(_memory):
-        assert memory.peak - memory.resident <= 3.1 * 256 * 257 * 4
+    for runs in zip(*(rank_pool(2).run(_memory) for _ in range(4)), strict=True):
+        assert min(memory.peak - memory.resident for memory in runs) <= 2.1 * 256 * 257 * 4
 
 
 class Deep(nn.Sequential):

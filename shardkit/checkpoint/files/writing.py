@@ -35,7 +35,9 @@ def write_atomically(
         before_replacing: called at the last moment; if it raises, nothing is replaced.
     """
     target = os.path.realpath(path)
-    old = os.stat(target) if os.path.exists(target) else None
+    old: os.stat_result | None = None
+    with contextlib.suppress(FileNotFoundError):
+        old = os.stat(target)
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise ConfigurationError(f"{os.fspath(path)} is no regular file; pass the path of a file")
     folder, name = os.path.split(target)
