@@ -116,7 +116,10 @@ def fully_shard(
     if unknown := torchs_words.keys() - set(TorchsWords._fields):
         raise TypeError(f"fully_shard() got an unexpected keyword argument {min(unknown)!r}")
     if torchs_words:
-        _check_words(torchs_words)
+        from torch.distributed import fsdp
+
+        kinds = {"mp_policy": fsdp.MixedPrecisionPolicy, "offload_policy": fsdp.OffloadPolicy}
+        check_kinds(torchs_words, ignored_params=Iterable, reshard_after_forward=int, **kinds)
     one: Tree = module
     is_one = isinstance(one, nn.Module) or not isinstance(one, Iterable)
     words, given = TorchsWords(**torchs_words), [one] if is_one else [*one]
@@ -174,16 +177,9 @@ def fully_shard(
     shard(states)
     for state in states:
         InPlace(state).install()
-        if words.mp_policy is not None:
-            words.cast_outputs_of(state.module)
+        if words.mp_policy is not None and words.mp_policy.output_dtype is not None:
+            state.module.register_forward_hook(partial(_cast_outputs, words.mp_policy.output_dtype))
     return module
-
-
-def _check_words(words: TorchsArguments) -> None:
-    from torch.distributed import fsdp
-
-    kinds = {"mp_policy": fsdp.MixedPrecisionPolicy, "offload_policy": fsdp.OffloadPolicy}
-    check_kinds(words, ignored_params=Iterable, reshard_after_forward=int, **kinds)
 
 
 def _are_dtensors_meant(modules: Sequence[nn.Module]) -> bool:
@@ -524,11 +520,6 @@ class TorchsWords(NamedTuple):
         _refuse_both("offload_policy", "offload", given)
         return OffloadPolicy(parameters=isinstance(self.offload_policy, CPUOffloadPolicy))
 
-    def cast_outputs_of(self, module: nn.Module) -> None:
-        """Gives outputs of its forward ``output_dtype`` from now on."""
-        if self.mp_policy is not None and self.mp_policy.output_dtype is not None:
-            module.register_forward_hook(partial(_cast_outputs, self.mp_policy.output_dtype))
-
 
 def _checked(comm: Comm | None) -> Comm | None:
     if comm is not None and not (callable(comm) and callable(getattr(comm, "allocate", None))):
@@ -556,7 +547,6 @@ def _refuse_both(torchs: str, ours: str, given: object) -> None:
         raise ConfigurationError(f"both {torchs} and {ours} were passed, which both say how; leave one out")
 
 
-# Where messages lie is decided here too: a memory that a process group recommends is none of these.
 _NEEDLESS = (
     "set_is_last_backward",
     "set_manual_backward_finalization",
@@ -565,8 +555,6 @@ _NEEDLESS = (
     "_set_unshard_async_op",
     "set_modules_to_forward_prefetch",
     "set_modules_to_backward_prefetch",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm",
     "set_reduce_scatter_unused_params",
     "set_reduce_scatter_max_input_buffers",
     "set_separate_reduce_scatter_group",
@@ -671,6 +659,16 @@ class TorchsMethods:
     def _needless(self, *args: object, **kwargs: object) -> None:
         """Does nothing: it is found out here."""
 
+    def set_symm_mem_for_comm(self, *args: object, **kwargs: object) -> None:
+        """Does nothing: where messages lie is decided here, or by an object that sends them.
+
+        Raises:
+            ConfigurationError: there is one (:meth:`set_custom_all_gather`), as in torch.
+        """
+        comms = self._state.unit.comms
+        if (comms.gather, comms.scatter) != (None, None):
+            raise ConfigurationError("what set_custom_all_gather or its like has set says where they lie")
+
     # ------------------------------------------------------------ messages that others send
     def set_custom_all_gather(self, comm: Comm | None) -> None:
         """Gathers the unit's values, to compute with them, by this; None: as before.
@@ -718,10 +716,12 @@ class TorchsMethods:
         )
         group = options.group or torch.distributed.group.WORLD
         comms = replace(state.unit.comms, process_group=group, **changes)
-        if comms.are_custom and not (are_plain and state.group.backend.has_storage and not is_group(group)):
+        are_plain = are_plain and state.group.backend.has_storage and not state.companions
+        if comms.are_custom and (is_group(group) or not are_plain):
             raise ConfigurationError(
                 f"{method} is for plain messages over a process group of torch's; not with compression, "
-                "ReducePolicy(order=), ReshardPolicy(sends_changes=True), lazy execution, or a group of shardkit's"
+                "ReducePolicy(order=), ReshardPolicy(sends_changes=True), lazy execution, a group of shardkit's, or "
+                "modules inside on another mesh"
             )
         state.unit.send_through(comms)
 
@@ -766,11 +766,11 @@ class TorchsMethods:
             state.is_computing = False
 
 
-_NOT_TORCHS = ("install", "call")
 # Those of torch's FSDPModule, by name.
 METHODS: dict[str, AnyCallable] = {
-    **{n: f for n, f in vars(TorchsMethods).items() if n[0] != "_" and n not in _NOT_TORCHS},
+    **{n: f for n, f in vars(TorchsMethods).items() if n[0] != "_" and n not in ("install", "call")},
     "set_reduce_scatter_divide_factor": TorchsMethods.set_gradient_divide_factor,
+    "set_allocate_memory_from_process_group_for_comm": TorchsMethods.set_symm_mem_for_comm,
     **dict.fromkeys(_NEEDLESS, TorchsMethods._needless),
 }
 
@@ -788,7 +788,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if state_of(module) is None:
         return
-    if not callable(getattr(type(module), method_name, None)):
+    if not callable(getattr(module, method_name, None)):  # torch.compile's module has its own's
         raise ConfigurationError(f"{own_class(module)} does not have a method {method_name} to register")
     _register(module, method_name, getattr(module, method_name))
 
@@ -823,7 +823,8 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
     theirs = [name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"]
     own: dict[str, object] = {name: _method(name) for name in dict.fromkeys([*METHODS, *theirs])}
     own.update(_get_fsdp_state=_torchs_state, _apply=kind._apply, __setattr__=set_attribute)
-    own.update(__reduce_ex__=_reduced, __module__=kind.__module__)
+    # Trainer knows by its name that a model's labels are shifted
+    own.update(__reduce_ex__=_reduced, __module__=kind.__module__, _get_name=lambda self: kind.__name__)
     _classes[kind] = made = type(f"FSDP{kind.__name__}", (FSDPModule, kind), own)
     return made
 
@@ -930,8 +931,7 @@ class AsTorchsState:
         """Reduces gradients that backwards have kept (collective)."""
         TorchsMethods(self._state).finalize_backward()
 
-    def _root_post_backward_final_callback(self) -> None:
-        """Does nothing: nothing is left to do."""
+    _root_post_backward_final_callback = TorchsMethods._needless
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -116,6 +116,8 @@ def _parallel(model: Net, world: DeviceMesh, shard: Callable[..., Any], apart: b
             shard(block, mesh=data, shard_placement_fn=mine.get)
             block.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
             block.set_gradient_divide_factor(data.size())  # type: ignore[operator]
+            with pytest.raises(ValueError, match=r"on another mesh|multiple param groups"):
+                block.set_all_reduce_hook(print)  # type: ignore[operator]
     return shard(model, mesh=data)
 
 

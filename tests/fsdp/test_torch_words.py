@@ -177,6 +177,12 @@ def test_values_between_steps(rank: int) -> None:
             Net.scores(m, tokens(rank, 0))
     whole = fully_shard(Net())  # everything in the root
     register_fsdp_forward_method(whole, "scores")
+    mesh = init_device_mesh("cpu", (2,))
+    named = fully_shard(Net(), mesh=mesh)
+    assert (named._get_name(), type(named).__name__) == ("Net", "FSDPNet")  # Trainer asks for the first
+    compiled = fully_shard(torch.compile(Net(), backend="eager"), mesh=mesh)
+    register_fsdp_forward_method(compiled, "scores")  # of the module inside
+    torch.testing.assert_close(compiled.scores(tokens(rank, 0)), plain.scores(tokens(rank, 0)))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (whole, plain)]
     for step in range(2):
         x = tokens(0, step)
@@ -504,6 +510,14 @@ def test_what_has_no_counterpart_is_refused(rank: int) -> None:
     model: Any = as_in_torchtitan(Net())
     with pytest.raises(ConfigurationError, match=r"needs allocate\(size"):
         model.set_custom_all_gather(print)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    for comm, send in ((Gather(), model.set_custom_all_gather), (Scatter(), model.set_custom_reduce_scatter)):
+        send(comm)  # as in torch, this can still be said afterwards
+        for where in (model.set_allocate_memory_from_process_group_for_comm, model.set_symm_mem_for_comm):
+            with pytest.raises(AssertionError, match="says where they lie"):
+                where(False)
+        send(None)
+        model.set_symm_mem_for_comm()
     changes: Any = fully_shard(nn.Linear(2, 2), reshard=ReshardPolicy(sends_changes=True))
     with pytest.raises(ConfigurationError, match="set_all_reduce_hook is for plain messages"):
         changes.set_all_reduce_hook(print)

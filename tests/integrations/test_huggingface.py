@@ -375,7 +375,7 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None, 
                     "use_orig_params": True,
                 }
             trainer: Trainer = trainer_of(
-                llama(), folder, 2, fsdp="full_shard auto_wrap", fsdp_config=config
+                llama(), folder, 2, fsdp="full_shard auto_wrap", fsdp_config=config, label_smoothing_factor=0.1
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
             model: Any = trainer.model_wrapped
@@ -398,7 +398,7 @@ def _by_its_own_plugin(rank: int, port: int, folder: Path, resume: Path | None, 
 
 
 def test_its_own_plugins(tmp_path: Path) -> None:
-    one = in_one_process(llama, tmp_path / "one")
+    one = in_one_process(llama, tmp_path / "one", label_smoothing_factor=0.1)
     for version in (2, 1):
         for k, resume in enumerate((None, tmp_path / f"{version}0" / "checkpoint-2")):
             folder = tmp_path / f"{version}{k}"
