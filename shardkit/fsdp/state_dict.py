@@ -227,11 +227,11 @@ def metadata(state: ShardingState) -> StateDict:
             }
         )
     if entries:
-        entries[0]["shared_param_info"] += _shared_across(state, paths)
+        entries[0]["shared_param_info"] += shared_across(state, paths)
     return {"param_metadata": entries, "buffer_names": [clean(n) for n, _ in state.door.named_buffers()]}
 
 
-def _shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
+def shared_across(state: ShardingState, paths: dict[nn.Module, str]) -> list[tuple[str, str]]:
     """Finds weights of one wrapper that modules outside of it use too, as (path, other path) from the outermost."""
     found = []
     for s in state.states():

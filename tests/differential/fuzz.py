@@ -1,9 +1,10 @@
 """Draws new programs for as long as told, and keeps what fails as tests: ``make fuzz MINUTES=30``.
 
     python -m tests.differential.fuzz --minutes 30
-    python -m tests.differential.fuzz --minutes 30 tests/differential/test_fsdp_truth.py
+    python -m tests.differential.fuzz --minutes 30 --seed 5 tests/differential/test_fsdp_truth.py
 
-Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``).
+Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``). Each file has an equal share
+of the time, so that the last ones have their turn; who ends early leaves time for a second round.
 
 A failing example is made small and written to ``tests/differential/found/``, where ``make test`` finds it. Move it to
 the named regressions when its cause is known.
@@ -32,6 +33,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the first round's; default: new ones")
     parser.add_argument(
         "tests",
         nargs="*",
@@ -42,12 +44,14 @@ def main() -> int:
     files = options.tests or sorted(str(p.relative_to(ROOT)) for p in drawing)
     end, before = time.monotonic() + 60 * options.minutes, set(FOUND.glob("*.py"))
     counts: Counter[str] = Counter()
+    seed, share = options.seed, 60 * options.minutes / len(files)
     while time.monotonic() < end:
         for file in files:
             left = end - time.monotonic()
             if left > 0:
-                counts += _draw(file, left)
-    print(f"{'check':40} {'examples':>10}")
+                counts += _draw(file, min(left, share), seed)
+        seed += 1
+    print(f"seeds {options.seed} to {seed - 1}\n{'check':40} {'examples':>10}")
     for name, count in sorted(counts.items()):
         print(f"{name:40} {count:10}")
     found = sorted(set(FOUND.glob("*.py")) - before)
@@ -55,12 +59,13 @@ def main() -> int:
     return 1 if found else 0
 
 
-def _draw(file: str, seconds: float) -> Counter[str]:
+def _draw(file: str, seconds: float, seed: int) -> Counter[str]:
     """One round of a file's drawn tests, at most so many seconds; examples that each check has seen."""
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts"
         drawing = {"SHARDKIT_FUZZ": str(TIMES), "SHARDKIT_SHRINK": "1", "SHARDKIT_FUZZ_COUNTS": str(counts)}
         command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", "--timeout=0", file]
+        command.append(f"--hypothesis-seed={seed}")
         try:
             subprocess.run(command, cwd=ROOT, env={**os.environ, **drawing}, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:

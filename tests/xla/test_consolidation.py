@@ -29,8 +29,8 @@ EACH = [p for p in environments("gloo", "xla") if p.values[1] == 2]
 SUFFIX = "_rank-*-of-2.pth"
 
 
-def _model() -> Any:
-    model = build()
+def _model(tied: bool = False) -> Any:
+    model = build(tied=tied)
     model.second = FSDP(model.second)
     return FSDP(model)
 
@@ -49,10 +49,10 @@ def _save(model: Any, rank: int, prefix: str) -> None:
 
 
 def _late(rank: int, prefix: str) -> Any:
-    """Rank 1's file is there late; until then, the one before it is, and then half of it."""
+    """Rank 1's file is there late; until then, the one before it is, and then half of it. Two units share a weight."""
     from shardkit.backends.xla import sleep
 
-    model = _model()
+    model = _model(tied=True)
     _train(model, rank, 0)
     _save(model, rank, prefix)
     _train(model, rank, 1)
@@ -69,7 +69,8 @@ def _late(rank: int, prefix: str) -> Any:
         sleep(0.3)
         os.replace(f"{prefix}.late_rank-1-of-2.pth", path)
     with model.summon_full_params():
-        found = {clean(n): p.detach().cpu() for n, p in model.named_parameters()}
+        listed = model.named_parameters(remove_duplicate=False)
+        found = {clean(n): p.detach().cpu() for n, p in listed}
     return (found, full) if rank == 0 else None
 
 
@@ -79,6 +80,7 @@ def test_rank_0_waits_for_the_files_of_the_others(backend: str, world_size: int,
     assert len(found) == 8
     for name, value in found.items():
         assert torch.equal(full[name], value), name
+    build(tied=True).load_state_dict(full)
 
 
 def _two(rank: int, prefix: str) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from shardkit.checkpoint.tools.rank_files import FLAT, PREFIX, in_state_dict, sh
 from shardkit.errors import ConfigurationError
 from shardkit.fsdp.flat_param import Registered
 from shardkit.fsdp.state import INNER, OUTER, Options, clean
-from shardkit.fsdp.state_dict import local_state
+from shardkit.fsdp.state_dict import local_state, shared_across
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
@@ -243,15 +243,15 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
 
         Weights with several names are in ``shared_info``, if there are any.
         """
-        group = self._state.group
         found: ShardMetadata = {
             "shard_info": {},
             "flatten_info": {},
             "buffer_info": {},
-            "world_size": group.world_size,
-            "rank": group.rank,
+            "world_size": self.world_size,
+            "rank": self.rank,
         }
-        shared: dict[str, str] = {}
+        paths = {m: clean(path) for path, m in self.named_modules()}
+        shared = {name: source for source, name in shared_across(self._state, paths)}
         for path, m in self._holders(every_name=True):
             path = in_state_dict(path)
             infos = found["shard_info"].setdefault(path, {})
