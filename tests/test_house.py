@@ -24,11 +24,11 @@ PARTS = {
     "shardkit/optimizers": 564,
     "shardkit/oss": 3_065,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_631,
+    "shardkit/reduction": 1_668,
     "shardkit/tools": 7_409,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_551,
-    "shardkit/training": 4_715,
+    "shardkit/training": 4_678,
     "shardkit/wrapping": 1_003,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -30,6 +30,7 @@ from ..backend import Group, ReduceOp
 from ..errors import ConfigurationError
 from ..layout import SegmentLayout, segment_layout
 from ..optimizer_state.kinds import UsedMask, counts_steps, wrong_count
+from ..reduction import shard_gradients
 from ..reduction.packing import JoinedPack, PackedForm
 from ..reduction.shard_gradients import StandingGradient, agree_on_overflow, global_norm, local_norm, order_of
 from ..torch_seams.tensors import ALIKE, FACTS, SHAPE, MarkedTensor, as_plain, name_of
@@ -39,7 +40,6 @@ logger = logging.getLogger("shardkit")
 Gradients = Mapping[nn.Parameter, torch.Tensor]
 _version = attrgetter("_version")
 _NORMS = frozenset({torch.norm, torch.linalg.vector_norm})
-_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 MASTER = "master"  # the key of masters in the state of their parameters
 _CLEARING = frozenset({"zero_", "_foreach_zero_", "detach_", "__repr__", "__format__"})
 
@@ -299,8 +299,8 @@ class SegmentGradient(MarkedTensor):
                 return args[0]
             if func is torch._foreach_mul_:
                 return torch._foreach_mul_([_gradient_of(g) for g in args[0]], *args[1:])
-            if func is _UNSCALE:
-                _UNSCALE([_gradient_of(g) for g in args[0]], *args[1:])
+            if what == "_amp_foreach_non_finite_check_and_unscale_":
+                shard_gradients.unscale(map(_gradient_of, args[0]), args[2], args[1])
                 groups = {g.segment.group for g in args[0] if isinstance(g, SegmentGradient)}
                 return agree_on_overflow(groups, args[1])
         raise ConfigurationError(

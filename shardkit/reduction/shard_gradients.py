@@ -28,8 +28,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import Group, ReduceOp
-from ..errors import ConfigurationError, LifecycleError
+from ..backend import Group, ReduceOp, backend_for_device
+from ..errors import BackendError, ConfigurationError, LifecycleError
 from ..optimizers.shards import shard_behind, take_part
 from ..torch_seams.tensors import (
     MarkedTensor,
@@ -484,6 +484,40 @@ def _finished_norm(norms: _UnfinishedNorm, norm_type: float) -> torch.Tensor:
 
 
 # ------------------------------------------------------------ torch.amp.GradScaler
+def lacks_kernel(operation: str, device: torch.device) -> bool:
+    """Says whether a device has no kernel of its own for one of torch's operations."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", key)
+
+
+def _is_lazy(device: torch.device) -> bool:
+    try:
+        return not backend_for_device(device.type).has_storage
+    except BackendError:  # a device of which only torch knows
+        return False
+
+
+@torch.no_grad()
+def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiplies in place by ``inv_scale`` [], and sets ``found_inf`` [] to 1 if anything is inf or nan."""
+    for values in alike(g._values() if g.is_sparse else g for g in gradients):
+        device = values[0].device
+        here = device == found_inf.device
+        found = found_inf if here else torch.zeros_like(found_inf, device=device)
+        inv = inv_scale.to(device)
+        if _is_lazy(device) or lacks_kernel(_UNSCALE.__name__, device):
+            # in operations that any device has and any compiler fuses; lazy devices have it for fp32 alone
+            for v in values:
+                found.copy_(torch.maximum(found, (~torch.isfinite(v)).any().to(found.dtype)))
+                # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
+                wide = torch.promote_types(v.dtype, torch.float32)
+                v.copy_((v.to(wide) * inv.to(wide)).to(v.dtype))
+        else:
+            _UNSCALE(values, found, inv)
+        if not here:
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+
+
 def agree_on_overflow(groups: Iterable[Group], found_inf: torch.Tensor) -> None:
     """Makes an overflow on one rank one on all ranks (collective)."""
     ordered = sorted(groups, key=lambda g: g.ranks)
@@ -500,21 +534,24 @@ _reduced_among: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @functools.cache
 def _meet_in_scalers() -> None:
     """Makes ranks meet once in an optimizer's unscaling: they may have gradients of one dtype, of several, or none."""
-    unscale = GradScaler._unscale_grads_
+    theirs = GradScaler._unscale_grads_
 
-    @functools.wraps(unscale)
+    @functools.wraps(theirs)
     def met(self: GradScaler, optimizer: Optimizer, inv_scale: Tree, found_inf: Tree, fp16: bool) -> Tree:
         params = [p for g in optimizer.param_groups for p in g["params"]]
         groups = {s.group for p in params if (s := shard_behind(p)) is not None and s.group.world_size > 1}
         groups.update(g for p in params if (g := _reduced_among.get(p, type(None))()) is not None)
         if not groups:
-            return unscale(self, optimizer, inv_scale, found_inf, fp16)
+            return theirs(self, optimizer, inv_scale, found_inf, fp16)
         check_whole(groups)
         with torch._C.DisableTorchFunctionSubclass():
-            found = unscale(self, optimizer, inv_scale, found_inf, fp16)
-        flag = sum([f.to(found_inf.device) for f in found.values()], found_inf)
-        agree_on_overflow(groups, flag)
-        return {flag.device: flag}
+            if all(g.backend.has_storage for g in groups):
+                found = theirs(self, optimizer, inv_scale, found_inf, fp16)
+                found_inf = sum([f.to(found_inf.device) for f in found.values()], found_inf)
+            else:
+                unscale([p.grad for p in params if p.grad is not None], inv_scale, found_inf)
+        agree_on_overflow(groups, found_inf)
+        return {found_inf.device: found_inf}
 
     GradScaler._unscale_grads_ = met  # type: ignore[method-assign, assignment]
 

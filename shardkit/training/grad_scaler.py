@@ -8,16 +8,16 @@ it one decision of all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..backend import Backend, Group, ReduceOp, backend_for, backend_for_device
-from ..errors import BackendError, ConfigurationError, LifecycleError, RankMismatchError
-from ..reduction.shard_gradients import check_whole
-from ..torch_seams.tensors import alike, group_of
+from ..backend import Backend, Group, ReduceOp, backend_for
+from ..errors import ConfigurationError, LifecycleError, RankMismatchError
+from ..reduction.shard_gradients import check_whole, lacks_kernel, unscale
+from ..torch_seams.tensors import group_of
 from ..tracing.ranges import CLIP
 from ..types import ProcessGroup, StateDict, Tree
 
@@ -354,43 +354,6 @@ def _split_gradients(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[tor
 
 
 # ------------------------------------------------------------ arithmetic
-_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
-
-
-def lacks_kernel(operation: str, device: torch.device) -> bool:
-    """Says whether a device has no kernel of its own for one of torch's operations."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", key)
-
-
-def _is_lazy(device: torch.device) -> bool:
-    try:
-        return not backend_for_device(device.type).has_storage
-    except BackendError:  # a device of which only torch knows
-        return False
-
-
-@torch.no_grad()
-def unscale(gradients: Iterable[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-    """Multiplies in place by ``inv_scale`` [], and sets ``found_inf`` [] to 1 if anything is inf or nan."""
-    for values in alike(g._values() if g.is_sparse else g for g in gradients):
-        device = values[0].device
-        here = device == found_inf.device
-        found = found_inf if here else torch.zeros_like(found_inf, device=device)
-        inv = inv_scale.to(device)
-        if _is_lazy(device) or lacks_kernel(_UNSCALE, device):
-            # in operations that any device has and any compiler fuses; lazy devices lack it for half precision
-            for v in values:
-                found.copy_(torch.maximum(found, (~torch.isfinite(v)).any().to(found.dtype)))
-                # in fp32 at least: 1/scale of fp16 would be a subnormal number, or zero
-                wide = torch.promote_types(v.dtype, torch.float32)
-                v.copy_((v.to(wide) * inv.to(wide)).to(v.dtype))
-        else:
-            torch._amp_foreach_non_finite_check_and_unscale_(values, found, inv)
-        if not here:
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-
-
 @torch.no_grad()
 def updated_scale(
     scale: torch.Tensor,

@@ -3,8 +3,8 @@
     python -m tests.differential.fuzz --minutes 30
     python -m tests.differential.fuzz --minutes 30 --seed 5 tests/differential/test_fsdp_truth.py
 
-Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``). Each file has an equal share
-of the time, so that the last ones have their turn; who ends early leaves time for a second round.
+Beside programs, ways in which ranks lose each other are drawn (``tests/faults/test_drawn.py``). Each file has an
+equal share of the time, so that the last ones have their turn; who ends early leaves time for a second round.
 
 A failing example is made small and written to ``tests/differential/found/``, where ``make test`` finds it. Move it to
 the named regressions when its cause is known.
@@ -33,7 +33,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="the first round's; default: new ones")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()), help="the first round's; default: new ones"
+    )
     parser.add_argument(
         "tests",
         nargs="*",
