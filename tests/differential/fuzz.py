@@ -13,7 +13,9 @@ the named regressions when its cause is known.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,10 +70,16 @@ def _draw(file: str, seconds: float, seed: int) -> Counter[str]:
         drawing = {"SHARDKIT_FUZZ": str(TIMES), "SHARDKIT_SHRINK": "1", "SHARDKIT_FUZZ_COUNTS": str(counts)}
         command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis", "--timeout=0", file]
         command.append(f"--hypothesis-seed={seed}")
+        # with a session of its own: what pytest started would outlive it
+        drawn = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **drawing}, start_new_session=True)
         try:
-            subprocess.run(command, cwd=ROOT, env={**os.environ, **drawing}, timeout=seconds, check=False)
+            drawn.wait(seconds)
         except subprocess.TimeoutExpired:
             print(f"{file}: time is over")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(drawn.pid, signal.SIGKILL)
+            drawn.wait()
         lines = counts.read_text().splitlines() if counts.exists() else []
     return Counter({name: int(count) for name, count in (line.split() for line in lines)})
 
