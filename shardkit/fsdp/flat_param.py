@@ -97,7 +97,7 @@ from ..layout import Listed, PackedLayout, ShardLayout
 from ..optimizers.shards import changed_by_steps, listing_of, note_listings, shard_behind
 from ..policy import ReducePolicy
 from ..reduction.compression import ChangedParts, CompressedGather, format_for
-from ..reduction.shard_gradients import RowlessGradient, ShardGradient, StandingGradient, mark_dtensor
+from ..reduction.shard_gradients import RowlessGradient, StandingGradient, gradient_class, is_clipping, mark
 from ..torch_seams.hooks import NO_BACKWARD, check_asked_gradients, current_backward, versions_given_back
 from ..torch_seams.tensors import (
     as_parameter,
@@ -230,15 +230,11 @@ class Unpacking:
         self._of_rank = [[place[rank] for place in self._places] for rank in (0, 1)[: self._world_size]]
         self._in_runs = layout.runs > 1
 
-    def unpack(self, gathered: torch.Tensor) -> None:
-        """Copies what was gathered, [W, S] or [W * S] rank by rank: one operation."""
-        self._copy(gathered if gathered.dim() == 2 else gathered.view(self._world_size, -1), self._places)
-
-    def unpack_rank(self, rank: int, shard: torch.Tensor) -> None:
-        """Copies what one of two ranks has, [S]."""
-        self._copy(shard, self._of_rank[rank])
-
-    def _copy(self, rows: torch.Tensor, places: list[torch.Tensor]) -> None:
+    def unpack(self, rows: torch.Tensor, rank: int | None = None) -> None:
+        """Copies what was gathered, [W, S] or [W * S] rank by rank, or what one of two ranks has, [S], at once."""
+        places = self._places if rank is None else self._of_rank[rank]
+        if rank is None and rows.dim() == 1:
+            rows = rows.view(self._world_size, -1)
         if not self._in_runs:
             torch.split_with_sizes_copy(rows, self._sizes, dim=-1, out=places)
             return
@@ -636,7 +632,7 @@ class Stored(Store):
 
     kept_views: KeptViews
     serves_on = True  # views of the memory may be saved for backward
-    _unpack_rank: Callable[[int, torch.Tensor], None] | None = None
+    _unpack_rank: Callable[[torch.Tensor, int], None] | None = None
 
     def __init__(self, flat: FlatParam) -> None:
         super().__init__(flat)
@@ -662,8 +658,7 @@ class Stored(Store):
         self._rows = full.view(self._group.world_size, -1)  # [W, S]
         self._unpack: Callable[[torch.Tensor], None] | None = None
         if self._group.world_size > 1 and (isinstance(self._layout, PackedLayout) or self._layout.runs > 1):
-            unpacking = Unpacking(self._layout, full)
-            self._unpack, self._unpack_rank = unpacking.unpack, unpacking.unpack_rank
+            self._unpack = self._unpack_rank = Unpacking(self._layout, full).unpack
         self.kept_views = KeptViews(full, self._originals, self._layout)
         self.memory = self.kept_views.memory
 
@@ -677,9 +672,7 @@ class Stored(Store):
             self._backend.take_storage(self._full)
         self._reveal()
         self.show(self._full)
-        self._conceal(True)
-        self._backend.release_storage(self._full)
-        self.state = RELEASED if self._kept is None else KEPT
+        Stored._give_back(self)
 
     def start(self, after: Sequence[torch.Tensor] = ()) -> None:
         flat, full, kept = self._flat, self._full, self._kept
@@ -763,8 +756,8 @@ class Stored(Store):
                     if own is None or self._unpack_rank is None:
                         self._unpack(values)
                     else:
-                        self._unpack_rank(1 - self._group.rank, values)
-                        self._unpack_rank(self._group.rank, own)
+                        self._unpack_rank(values, 1 - self._group.rank)
+                        self._unpack_rank(own, self._group.rank)
             if self.arrives_in is not None:
                 self.arrives_in.leave()
                 self.arrives_in = None
@@ -1106,6 +1099,7 @@ def store_for(flat: FlatParam, before: Store | None) -> Store:
 
 # ------------------------------------------------------------ what travels, and what modules list of it
 _AS_IT_IS, _name_of = ReducePolicy(), attrgetter("name")
+_GRADIENT: Any = torch.Tensor.grad  # how torch gets and sets it
 
 Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
@@ -1445,10 +1439,8 @@ class RegisteredShards:
                 view = views[k]
                 if r.spec is not None and view is not None:
                     views[k] = dtensor_of(view, r.spec)
-        _mark(views, kind)
-        for k in self._rowless:
-            if (rowless := views[k]) is not None:
-                mark_dtensor(rowless, RowlessGradient)
+        mark(views, kind)
+        mark([views[k] for k in self._rowless], RowlessGradient)
         return views
 
     def hand_over(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:
@@ -1470,7 +1462,7 @@ class RegisteredShards:
             with as_plain():
                 own.add_(gradient)
             # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
-            _mark(before, kind)
+            mark(before, kind)
         elif there or hooked:
             for p, view in zip(self.params, self._views(gradient, had, kind), strict=True):
                 if view is not None:
@@ -1506,22 +1498,9 @@ def add_gradient(
     else:
         with as_plain():
             param.grad.add_(gradient)
-    if type(param.grad) is torch.Tensor:
-        param.grad.__class__ = kind
-    else:
-        _mark([param.grad], kind)
+    mark([param.grad], kind)
     for after in (param._post_accumulate_grad_hooks or {}).values() if is_last else ():
         after(param)
-
-
-def _mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
-    """Makes plain gradients ones whose other parts are on other ranks."""
-    if kind is not torch.Tensor:
-        for g in gradients:
-            if type(g) is torch.Tensor:
-                g.__class__ = kind
-            elif g is not None and issubclass(kind, ShardGradient) and kind.in_order:
-                mark_dtensor(g, kind)
 
 
 def filled_by_parts(listing: Registered) -> LifecycleError:
@@ -1592,6 +1571,16 @@ class ShardedFlatParameter(FlatParameter):
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat
 
+    def _gradient(self) -> torch.Tensor | None:
+        """Returns its gradient; torch's clipping gets zeros where others alone may have some, to meet them."""
+        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
+        flat = None if gradient is not None else shard_behind(self)
+        if flat is not None and flat.unused.is_noted and not flat.is_asleep and is_clipping():
+            gradient = torch.zeros_like(self.detach())
+            gradient.__class__ = flat.gradient_class
+        return gradient
+
+    grad: Any = property(_gradient, _GRADIENT.__set__, _GRADIENT.__delete__)
     _is_sharded = property(lambda self: self._flat.group.world_size > 1)
     _orig_size = property(lambda self: torch.Size([self._flat.layout.numel]))
     _cpu_grad = property(lambda self: self.grad if self.device.type == "cpu" else None)
@@ -1608,7 +1597,7 @@ class Unused:
         originals: for each, whether it had none; before the first backward all are taken to have had one. Where
             execution is lazy that is data, and this is what this rank knows of its own.
         used: there, [S]: true for elements of this rank's shard that have had one; None if all have.
-        is_noted: a backward has said so since the last step.
+        is_noted: a backward has left a gradient of one on some rank since the last step.
     """
 
     def __init__(self, count: int) -> None:
@@ -1623,7 +1612,7 @@ class Unused:
 
     def note(self, had: Sequence[bool], are_new: Iterable[bool]) -> None:
         """Notes that these have got a gradient: for each, whether it is the first since it was cleared."""
-        self.is_noted = True
+        self.is_noted |= True in had
         # none had it, and none before, or it is new: bools are in order, and no call of Python's is made
         self.originals = list(map(lt, had, map(or_, self.originals, are_new)))
 
@@ -1734,6 +1723,12 @@ class FlatParam:
     def flat(self) -> FlatParam:
         """Returns itself: it is :data:`Registered`."""
         return self
+
+    @property
+    def gradient_class(self) -> type[torch.Tensor]:
+        """Returns that of the shard's gradient."""
+        in_order = self.reduce.order is not None
+        return gradient_class(self.group, "the FSDP root's clip_grad_norm_", True, in_order=in_order)
 
     has_loaded = False
     first = position = 0  # it has all of its original parameters

@@ -37,7 +37,7 @@ from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
 from ..reduction.ordered import Rounds, contributions, exchange, microbatches, ranks_of, refuse_other, share
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
-from ..reduction.shard_gradients import StandingGradient, gradient_class
+from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, after_backward, current_backward
 from ..torch_seams.tensors import as_plain
 from ..tracing.ranges import UNNAMED, Ranges
@@ -264,9 +264,7 @@ class GradientPack(ABC):
         is_mean = not self._microbatches and before * after == group.world_size and forms_means(self._dtype)
         self._op = ReduceOp.AVG if is_mean else ReduceOp.SUM
         self._before, self._after = (1.0, 1.0) if is_mean else (before, after)
-        self._gradient_class = gradient_class(
-            flat.group, "the FSDP root's clip_grad_norm_", True, in_order=self._microbatches > 0
-        )
+        self._gradient_class = flat.gradient_class
         self.in_flight: Reduction | None = None
         self.replicas: Group | CompressedAllReduce | None = None
         self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
@@ -383,8 +381,8 @@ class GradientPack(ABC):
                 self._arrive_in_order(part, some, parts, had_all)
             elif flat.store.landing is not None:
                 self._arrive(part, some, result, had_all)
-            elif self._note(part, some, had_all, result):  # as :meth:`_arrive`, which would be a call
-                add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
+            else:  # as :meth:`_arrive`, which would be a call
+                self._give(part, some, had_all, result)
 
     def _arrive(self, part: _Part, had: list[bool], result: torch.Tensor, had_all: bool) -> None:
         """Gives a shard the mean; some rank ``had`` these gradients, as far as is known."""
@@ -396,10 +394,6 @@ class GradientPack(ABC):
             landing.start(own, partial(self._give, part, had, had_all))
         else:
             self._give(part, had, had_all, result)
-
-    def _give(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> None:
-        if self._note(part, had, had_all, result):
-            add_gradient(part[0].param, self._own(part, result), self._gradient_class, is_last=True)
 
     def _arrive_in_order(self, part: _Part, had: list[bool], each: list[torch.Tensor], had_all: bool) -> None:
         """Gives a shard each of these after the one before; see :meth:`_arrive`."""
@@ -428,21 +422,21 @@ class GradientPack(ABC):
     def _arrived(self) -> None:  # noqa: B027 - where it is not a buffer of ours, nobody has it any more
         """Gives back what was sent."""
 
-    def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """Notes which original parameters had no gradient on any rank; whether any with a part here had one."""
+    def _give(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> None:
+        """Notes which original parameters had no gradient on any rank, and adds to the shard's if any here had one."""
         flat, here = part[0], part[3] or range(len(had))
         trains = list(map(_requires_grad, flat.listings))
         if False in trains:  # frozen since forward: autograd gives such parameters nothing
             had = [h and t for h, t in zip(had, cycle(trains))]
         if flat.shards is not None:
             flat.shards.hand_over(self._own(part, result), had, self._gradient_class)
-            return False
+            return
         flat.unused.note(had, repeat(flat.param.grad is None))
         # hooks, which may step an optimizer, are called on all ranks or none
-        if True not in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
+        if True in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
+            add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
+        else:
             self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
-            return False
-        return True
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
         """Tells which original parameters had a gradient on some rank, as far as this one hears of it."""
@@ -567,17 +561,17 @@ class LazyPack(GradientPack):
         gradients.clear()
         return self._scatter(packed, had, had_all)
 
-    def _note(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> bool:
-        """Notes as :meth:`GradientPack._note` does, but elements, and as data."""
+    def _give(self, part: _Part, had: list[bool], had_all: bool, result: torch.Tensor) -> None:
+        """Notes as :meth:`GradientPack._give` does, but elements, and as data."""
         flat, used = self._flat, None
         if not flat.param.requires_grad:
-            return False  # frozen since forward
+            return  # frozen since forward
         if not had_all or False in self.trainable:
             rank = self._group.rank
             flags = result.new_ones(self._form.flags[rank]) if had_all else result[flat.layout.shard_numel :]
             used = self._pack.used_elements(flags, rank)
         flat.unused.note_elements(used, had, flat.param.grad is None)
-        return True
+        add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
 
     def clear_unused(self, listing: Registered) -> None:
         """Clears as :meth:`GradientPack.clear_unused` does, but elements."""

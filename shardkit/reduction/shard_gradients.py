@@ -266,10 +266,10 @@ class ShardGradient(MarkedTensor):
         cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
         kwargs = kwargs or {}
-        if (func in _NORM or func is _NORMS) and _is_clipping():
+        if (func in _NORM or func is _NORMS) and is_clipping():
             with as_plain():
                 return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
-        if func is _MAX and _is_clipping():
+        if func is _MAX and is_clipping():
             raise ConfigurationError(
                 "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
                 f"gradient, of which this rank has a part; call {cls.instead} with norm_type=inf"
@@ -326,7 +326,7 @@ class GradientInParts(MarkedTensor):
     def __torch_function__(
         cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
-        if func is _UNSCALE or ((func in _NORM or func is _NORMS) and _is_clipping()):
+        if func is _UNSCALE or ((func in _NORM or func is _NORMS) and is_clipping()):
             raise asked_in_parts()
         with as_plain():
             result = func(*args, **(kwargs or {}))
@@ -341,13 +341,20 @@ def mark_in_parts(gradient: torch.Tensor) -> None:
     gradient.__class__ = kind  # type: ignore[assignment]
 
 
-def mark_dtensor(gradient: torch.Tensor, kind: type[ShardGradient | RowlessGradient]) -> None:
-    """Makes a DTensor's norm exact, or right without rows; what else is true over ranks torch itself knows of one."""
-    if is_dtensor(gradient) and not isinstance(gradient, ShardGradient):
-        gradient.__class__ = of_dtensors(kind, type(gradient))  # type: ignore[assignment]
+def mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
+    """Gives plain gradients a class that says what is true over ranks.
+
+    A DTensor's norm becomes exact, or right without rows; all else torch itself knows of one.
+    """
+    is_of_dtensors = getattr(kind, "in_order", True)
+    for g in gradients if kind is not torch.Tensor else ():
+        if type(g) is torch.Tensor:
+            g.__class__ = kind
+        elif g is not None and is_of_dtensors and is_dtensor(g) and not isinstance(g, ShardGradient):
+            g.__class__ = of_dtensors(kind, type(g))  # type: ignore[assignment]
 
 
-def _is_clipping() -> bool:
+def is_clipping() -> bool:
     """Says whether it is torch's clipping that asks, or what another package put in its place."""
     frame = sys._getframe(2)
     # torch.norm is no builtin, and modes (of a default device, of a rehearsal) call what they are called for
@@ -433,7 +440,7 @@ def _unfinished_norms(several: bool, gradients: Tree, norm_type: float) -> Tree:
         if isinstance(g, ShardGradient) and (norm_type == 0 or (norm_type < 0 and g.has_padding)):
             raise ConfigurationError(
                 f"a norm of order {norm_type:g} is changed by zeros that pad shards, or counts what other ranks have; "
-                f"{g.instead} takes it right"
+                f"{g.instead} takes it right, or says that there is none"
             )
     # a shard may have no rows here, and nothing has no largest element
     there = [g for g in here if g.numel()]

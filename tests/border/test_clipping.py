@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from typing import Any
@@ -48,6 +49,41 @@ def _clip(rank: int, world_size: int, strategy: str, norm_type: float, options: 
 @pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
 def test_clip_grad_norm_of_torch(world: tuple[int, str], strategy: str, norm_type: float) -> None:
     run(world, _clip, strategy, norm_type, {})
+
+
+class Reached(nn.Sequential):
+    """Uses so many of its layers."""
+
+    def forward(self, x: torch.Tensor, reach: int) -> torch.Tensor:
+        return nn.Sequential(*self[:reach])(x)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@on_ranks(1, 2, 3)
+def test_a_shard_without_gradients_is_met_in_norms(
+    rank: int, world_size: int, kind: type[torch.optim.Optimizer], behind: bool
+) -> None:
+    """What is not used yet lies on the last rank, which met nobody; behind a ShardedDDP steps see plain gradients."""
+    if behind:
+        first = nn.Linear(4, 4)
+        ShardedDDP(first, OSS(first.parameters(), torch.optim.SGD, lr=0.1))(torch.ones(2, 4)).sum().backward()
+    plain = Reached(*(nn.Linear(4, 4, bias=False) for _ in range(world_size)))
+    model: Any = FSDP(copy.deepcopy(plain))
+    each = [(m, kind(m.parameters(), lr=0.1, weight_decay=0.1)) for m in (model, plain)]  # type: ignore[call-arg]
+    for step, reach in enumerate((1, 1, 1, world_size)):
+        norms = []
+        for m, optimizer in each:
+            optimizer.zero_grad()
+            with model.no_sync() if m is model and step else contextlib.nullcontext():
+                m(torch.ones(2, 4), 1).sum().backward()
+            m(torch.ones(2, 4), reach).square().sum().backward()
+            norms.append(clip_grad.clip_grad_norm_(m.parameters(), MAX_NORM, math.inf if step else 2))
+            if step != 2:
+                clip_grad.clip_grad_value_(m.parameters(), 0.05)
+                optimizer.step()
+        torch.testing.assert_close(*norms)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"error_if_nonfinite": True}])
