@@ -180,8 +180,12 @@ class Group(OutsideGraphs, abc.ABC):
         rank: this rank's place in the group.
         world_size: number of members.
         ranks: global rank of each member, in group order.
+        exchanges: a reduce-scatter is an exchange of two ranks' parts, each of which is added up by its rank.
+        exchange: starts one: where the other's part arrives, this rank's for it, what adds up, as an async_op, label.
     """
 
+    exchanges = False
+    exchange: Callable[[Tensor, Tensor, Callable[[], None], bool, str], Work]
     backend: Backend
     rank: int
     world_size: int
@@ -253,12 +257,7 @@ class Group(OutsideGraphs, abc.ABC):
         label: str = "",
     ) -> Work:
         """Reduces the inputs; each rank gets its part."""
-        own, world_size = shard.numel(), self.world_size
-        flat = input.dim() == shard.dim() == 1 and input.is_contiguous() and shard.is_contiguous()
-        if sizes is None and flat and input.numel() == own * world_size and shard.dtype == input.dtype:
-            parts = [own] * world_size
-        else:
-            parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
+        parts = check_parts(self, "reduce_scatter_into", input, shard, sizes)
         if op is ReduceOp.AVG and not input.is_floating_point():
             self._check_op("reduce_scatter_into", op, input.dtype)
         return self._reduce_scatter(shard, input, parts, op, async_op, label)

@@ -93,20 +93,21 @@ class ReduceScatterPlan:
         partners: in each round, the rank to send to and the one to receive from.
     """
 
-    __slots__ = ("in_rounds", "largest", "numel", "own", "partners", "receive", "send", "sizes")
+    __slots__ = ("in_rounds", "largest", "numel", "own", "partners", "sizes")
 
     def __init__(self, rank: int, sizes: tuple[int, ...]) -> None:
         self.own = sizes[rank]
         self.numel = sum(sizes)
         self.sizes = list(sizes)
-        self.send = list(sizes)
-        self.receive = [self.own] * len(sizes)
         world_size = len(sizes)
-        if world_size == 2:
-            self.send[rank] = self.receive[rank] = 0
         self.largest = max(sizes)
         self.in_rounds = world_size > 2 and world_size * self.largest > ROUNDS_ABOVE
         self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
+
+
+plan_of = functools.lru_cache(maxsize=4096)(ReduceScatterPlan)
+_OVER_ROWS = {ReduceOp.MAX: torch.amax, ReduceOp.MIN: torch.amin}
+_OF_TWO = {ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}
 
 
 def accumulate(
@@ -122,17 +123,9 @@ def accumulate(
     if not shard.numel():
         return
     if local is None:
-        parts = received.view(world_size, shard.numel())
-        if op is ReduceOp.MAX or op is ReduceOp.MIN:
-            torch.amax(parts, 0, out=shard) if op is ReduceOp.MAX else torch.amin(parts, 0, out=shard)
-            return
-        torch.sum(parts, 0, dtype=shard.dtype, out=shard)
-    elif op is ReduceOp.MAX:
-        torch.maximum(local, received, out=shard)
-    elif op is ReduceOp.MIN:
-        torch.minimum(local, received, out=shard)
+        _OVER_ROWS.get(op, torch.sum)(received.view(world_size, shard.numel()), 0, out=shard)
     else:
-        torch.add(local, received, out=shard)
+        _OF_TWO.get(op, torch.add)(local, received, out=shard)
     if op is ReduceOp.AVG:
         shard.div_(world_size)
 
@@ -402,9 +395,9 @@ class C10dGroup(Group):
         self.ranks = tuple(ranks)
         self.rank = rank
         self.world_size = len(self.ranks)
+        self.exchanges = self.world_size == 2 and self._work is C10dWork  # sums are formed on the host
         self._name = name
         self._sequence = 0
-        self._exchanges: dict[tuple[int, ...], ReduceScatterPlan] = {}
         self._channels: dict[str, C10dGroup] = {}
         self._meetings = 0
         self._subgroups: weakref.WeakSet[C10dGroup] = weakref.WeakSet()
@@ -590,23 +583,30 @@ class C10dGroup(Group):
             return self._reduce_scatter(as_real(shard), as_real(input), doubled, op, async_op, label)
         if shard.requires_grad or input.requires_grad:
             shard, input = shard.detach(), input.detach()
-        plan = self._exchanges.get(sizes := tuple(parts))
-        if plan is None:
-            plan = self._exchanges[sizes] = ReduceScatterPlan(self.rank, sizes)
+        plan = plan_of(self.rank, tuple(parts))
         if plan.in_rounds:
             return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
         # of two ranks the own part stays where it is, and the other's is added to where it arrives
         if self.world_size == 2:
             pieces = torch.split_with_sizes(input, parts)
-            local, other, received = pieces[self.rank], pieces[1 - self.rank], shard
-        else:  # the own part is copied, so that the input need not be taken apart
-            local, other, received = None, input, input.new_empty(plan.own * self.world_size)
-        try:
-            work = self.process_group.alltoall_base(received, other, plan.receive, plan.send)
-        except RuntimeError as error:
-            self._raise(error, Call(self._name, self._sequence + 1, "reduce_scatter_into", plan.numel, label))
-        after = functools.partial(accumulate, shard, local, received, op, self.world_size)
+            after = functools.partial(accumulate, shard, pieces[self.rank], shard, op, 2)
+            return self.exchange(shard, pieces[1 - self.rank], after, async_op, label)
+        # the own part is copied, so that the input need not be taken apart
+        received, come = input.new_empty(plan.own * self.world_size), [plan.own] * self.world_size
+        work = self._start(self.process_group.alltoall_base, received, input, come, plan.sizes)
+        after = functools.partial(accumulate, shard, None, received, op, self.world_size)
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
+
+    def exchange(
+        self, output: Tensor, input: Tensor, after: Callable[[], None], async_op: bool, label: str
+    ) -> Work:
+        send, receive, numel = [0, 0], [0, 0], output.numel() + input.numel()
+        send[1 - self.rank], receive[1 - self.rank] = input.numel(), output.numel()
+        try:
+            work = self.process_group.alltoall_base(output, input, receive, send)
+        except RuntimeError as error:
+            self._raise(error, Call(self._name, self._sequence + 1, "reduce_scatter_into", numel, label))
+        return self._issue([work], "reduce_scatter_into", numel, label, async_op, after)
 
     def _reduce_scatter_in_rounds(
         self, shard: Tensor, input: Tensor, plan: ReduceScatterPlan, op: ReduceOp, async_op: bool, label: str

@@ -35,7 +35,7 @@ from ..layout import Piece, ShardLayout, alignment, buckets_by_size, rounded_up
 from ..optimizers.shards import changed_by_steps, take_part
 from ..policy import ReducePolicy
 from ..reduction.compression import BlockFormat, CompressedAllReduce, CompressedReduceScatter, format_for
-from ..reduction.ordered import Rounds, contributions, exchange, microbatches, ranks_of, refuse_other, share
+from ..reduction.ordered import Rounds, contributions, exchange, microbatches, ranks_of, refuse_other
 from ..reduction.packing import JoinedPack, PackedForm, WrittenPack, has_mean
 from ..reduction.shard_gradients import StandingGradient
 from ..torch_seams.hooks import NO_BACKWARD, GradientHooks, after_backward, current_backward
@@ -119,6 +119,7 @@ class _CustomGroup:
 
     def __init__(self, channel: Group, comm: Comm, process_group: ProcessGroup) -> None:
         self._channel, self._comm, self._process_group = channel, comm, process_group
+        self.exchanges = False
 
     def __getattr__(self, name: str) -> Tree:
         return getattr(self._channel, name)
@@ -246,6 +247,7 @@ class GradientPack(ABC):
     def __init__(self, flats: Sequence[FlatParam], terms: Terms, blocks: BlockFormat | None = None) -> None:
         flat = self._flat = flats[0]
         self._flats, self._terms = flats, terms
+        self._more = f" and {len(flats) - 1} more" if len(flats) > 1 else ""
         group, reduce, divisors, comms = terms
         self._group = group
         if comms.scatter is not None:
@@ -270,10 +272,7 @@ class GradientPack(ABC):
         self._originals = flat.originals if len(flats) == 1 else [m for f in flats for m in f.originals]
         self.trainable = [trains for f in flats for trains in f.trainable]
         self.trains = True in self.trainable
-        self._split: list[tuple[int, SplitParameter]] = []
-        for k, m in enumerate(self._originals):
-            if isinstance(m, SplitParameter):
-                self._split.append((k, m))
+        self._split = [(k, m) for k, m in enumerate(self._originals) if isinstance(m, SplitParameter)]
         self._in_blocks = blocks is not None
         itemsize = self._dtype.itemsize if group.backend.has_storage else None
         self._form, places = _form_for(
@@ -332,9 +331,7 @@ class GradientPack(ABC):
         """Starts their reduction (collective); first gives their own memory back. None: nothing to do."""
 
     def _scatter(self, packed: torch.Tensor, had: list[bool], had_all: bool) -> Reduction:
-        label = f"gradients of {self._flat.label}"
-        if len(self._flats) > 1:
-            label = f"{label} and {len(self._flats) - 1} more"
+        label = f"gradients of {self._flat.label}{self._more}"
         if self._microbatches:
             result, work = exchange(self._group, packed, None, self._microbatches, label)
             return had, had_all, result, work
@@ -372,7 +369,7 @@ class GradientPack(ABC):
             self.hook(result)
         if not had_all:
             had = self._anywhere(had, result)
-        ranks = ranks_of(self._group, replicas) if self._microbatches else 1
+        ranks = result.numel() // max(1, self.part_numel) if self._microbatches else 1
         parts = list(contributions(result, ranks)) if ranks > 1 else []
         for part in self._parts:
             flat, first, _, _ = part
@@ -490,15 +487,21 @@ class StoredPack(GradientPack):
     def _lay_out(self) -> None:
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
         shapes = list(map(_shape_of, self._originals))
-        self._pack = WrittenPack(self._form, self._packed, shapes, in_blocks=self._in_blocks)
+        # of two ranks, each of which makes the mean itself
+        self._exchanges = self._group.exchanges and self._op is ReduceOp.AVG and not self._in_blocks
+        keeper = self._group.rank if self._exchanges else None
+        self._pack = WrittenPack(self._form, self._packed, shapes, None, self._in_blocks, keeper)
         self._group.backend.release_storage(self._packed)
 
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
         had = list(map(is_not, gradients, repeat(None)))
         self._group.backend.take_storage(self._packed)
         had_all = False not in compress(had, self.trainable)
-        self._pack.write(gradients, None if had_all else had)
+        kept = self._pack.write(gradients, None if had_all else had)
         gradients.clear()
+        if self._exchanges:
+            label = f"gradients of {self._flat.label}{self._more}"
+            return had, had_all, *self._pack.exchange(self._group, kept, label)
         return self._scatter(self._packed, had, had_all)
 
     def _arrived(self) -> None:
@@ -595,7 +598,7 @@ class WholePack(GradientPack):
         had_all = False not in compress(had, self.trainable)
         joined = self._pack.join(gradients, None, self._like)
         if self._microbatches:
-            share(joined, self._microbatches)
+            joined.div_(self._microbatches).add_(0.0)  # see [Note: fixed order]
         return had, had_all, joined, None
 
 
@@ -829,8 +832,7 @@ class Unit:
         self.replicas = replicas
         self.engine: Engine | None = None
         self.enter_backward: Callable[[torch.Tensor], None]
-        self.is_held = False
-        self.reduced = False
+        self.is_held = self.reduced = self.is_undecided = self.keeps_local = False
         self.position = -1
         self.waiting = 0
         self.task = NO_BACKWARD
@@ -843,10 +845,8 @@ class Unit:
         self.fired: list[bool] = []
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
-        self.keeps_local = False
-        self.is_reached, self.began = True, 0
-        self.goes_backward = True
-        self.is_undecided = False
+        self.is_reached = self.goes_backward = True
+        self.began = 0
         self.open_calls = 0
         self.backwards = 0
         self.take(flats, borrowed)
@@ -1123,9 +1123,8 @@ class Unit:
         self.reduced = False
         self.task = NO_BACKWARD
         self.open_calls = 0
-        count = len(self.fired)
-        self.fired[:] = [False] * count
-        self.waiting = count
+        self.waiting = len(self.fired)
+        self.fired[:] = [False] * self.waiting
 
 
 def rounds_of(units: Sequence[Unit]) -> Rounds | None:

@@ -20,6 +20,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_not
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -141,7 +143,7 @@ class Bucket:
     Args:
         index: its place in the order of sending.
         slot: that memory, in bytes.
-        error_feedback: see :class:`~shardkit.reduction.compression.CompressedReduceScatter`.
+        policy: see :class:`~shardkit.reduction.compression.CompressedReduceScatter` for its feedback.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Bucket:
         params: Sequence[nn.Parameter],
         slot: torch.Tensor,
         group: Group,
-        error_feedback: bool,
+        policy: ReducePolicy,
     ) -> None:
         self.label = f"gradients of bucket {index}"
         self.indices, self.form = plan.indices, plan.form
@@ -159,13 +161,15 @@ class Bucket:
         self.waiting = len(plan.indices)
         self.packed = slot[: plan.nbytes].view(plan.wire)
         shapes, strides = [p.shape for p in self.params], [dense_strides(p) for p in self.params]
-        self.pack = WrittenPack(plan.form, self.packed, shapes, strides, plan.blocks is not None)
+        self.has_mean = has_mean(plan.wire) or plan.blocks is not None
+        self.exchanges = group.exchanges and self.has_mean and plan.blocks is None and policy.order is None
+        keeper = group.rank if self.exchanges else None
+        self.pack = WrittenPack(plan.form, self.packed, shapes, strides, plan.blocks is not None, keeper)
         self.compressed = (
             None
             if plan.blocks is None
-            else CompressedReduceScatter(group, plan.blocks, plan.form.sizes, error_feedback)
+            else CompressedReduceScatter(group, plan.blocks, plan.form.sizes, policy.error_feedback)
         )
-        self.has_mean = has_mean(plan.wire) or plan.blocks is not None
         self.ranges = Ranges(f"bucket {index}", group.ranks, reduce=plan.nbytes)
         self.cuts, owned = plan.form.cuts(group.rank)
         # of each owned gradient: index here, place among the cuts, shape and strides unless the cut is it
@@ -238,8 +242,7 @@ class Reducer(ToOwners):
             max(b.nbytes for b in plan), dtype=torch.uint8, device=self._params[0].device
         )
         self.buckets = [
-            Bucket(i, planned, self._params, self._slot, group, policy.error_feedback)
-            for i, planned in enumerate(plan)
+            Bucket(i, planned, self._params, self._slot, group, policy) for i, planned in enumerate(plan)
         ]
         self._slot_is_taken = True
         self._release_slot()
@@ -353,7 +356,7 @@ class Reducer(ToOwners):
             self._group.backend.take_storage(self._slot)
             self._slot_is_taken = True
         with bucket.ranges.reduce():
-            had = self._pack(bucket)
+            had, kept = self._pack(bucket)
             op = ReduceOp.AVG if bucket.has_mean else ReduceOp.SUM
             if bucket.compressed is not None:
                 shard, work = bucket.compressed.start(
@@ -363,6 +366,8 @@ class Reducer(ToOwners):
                 shard, work = exchange(
                     self._group, bucket.packed, bucket.form.sizes, self._microbatches, bucket.label
                 )
+            elif bucket.exchanges:
+                shard, work = bucket.pack.exchange(self._group, kept, bucket.label)
             else:
                 sizes = bucket.form.sizes
                 shard = bucket.packed.new_empty(sizes[self._group.rank])
@@ -371,29 +376,24 @@ class Reducer(ToOwners):
                 )
         self._in_flight = InFlight(bucket, work, shard, had)
 
-    def _pack(self, bucket: Bucket) -> list[bool] | None:
-        """Copies gradients and flags to their places; returns which gradients this rank has, None if it has all."""
+    def _pack(self, bucket: Bucket) -> tuple[list[bool] | None, list[torch.Tensor | None]]:
+        """Copies gradients and flags to their places; returns which this rank has (None: all), and which it keeps."""
         gradients: list[torch.Tensor | None] = []
-        unscaled, missing = [], False
-        for i, param, view in zip(bucket.indices, bucket.params, bucket.pack.whole, strict=True):
+        for i, param in zip(bucket.indices, bucket.params, strict=True):
             if self._microbatches:
                 self._put_aside(i)
-            grad = param.grad
+            grad, param.grad = param.grad, None
+            if grad is not None and self._is_mean[i]:  # of an owner that got nothing to add in this backward
+                with as_plain():
+                    grad = grad * self._world
             gradients.append(grad)
-            if grad is None:
-                missing = True
-            else:
-                param.grad = None
-                if self._is_mean[i]:  # of an owner that got nothing to add in this backward
-                    unscaled.append(view)
             self._is_mean[i] = False
-        had = [g is not None for g in gradients] if missing else None
-        bucket.pack.write(gradients, had)
-        if unscaled:
-            torch._foreach_mul_(unscaled, self._world)
+        there = list(map(is_not, gradients, repeat(None)))
+        had = there if False in there else None
+        kept = bucket.pack.write(gradients, had)
         if not bucket.has_mean and not self._microbatches:
             bucket.packed.mul_(1.0 / self._world)
-        return had
+        return had, kept
 
     def _receive(self, flight: InFlight) -> None:
         bucket, work, shard, had = flight

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ..backend import DONE, Backend, Group, ReduceOp, Work, WorkThen
 from ..errors import ConfigurationError
@@ -103,8 +104,7 @@ class BlockFormat:
             rows = values[part].view(-1, self.numel)
             self._encode(rows, blocks[first:last], scratch[:, : last - first], kept, complete)
         if whole < len(blocks):
-            rest = values.new_zeros(self.numel)
-            rest[: values.numel() - whole * self.numel] = values[whole * self.numel :]
+            rest = pad(values[whole * self.numel :], (0, -values.numel() % self.numel))
             self._encode(rest.view(1, -1), blocks[whole:], scratch[:, :1], None, complete)
 
     def _encode(
@@ -338,18 +338,14 @@ class CompressedAllReduce:
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp, label: str) -> Work:
         """Reduces in place, on [numel] of a floating dtype of at most 4 bytes; returns when it is through."""
-        padded = self._part * self.world_size
-        parts = tensor
-        if padded != tensor.numel():
-            parts = tensor.new_zeros(padded)
-            parts[: tensor.numel()] = tensor
+        padding = self._part * self.world_size - tensor.numel()
+        parts = pad(tensor, (0, padding)) if padding else tensor
         # zeros may be of parameters that had no gradient
         total, work = self._reduce.start(parts, label, complete=False, op=op)
         work.wait()
-        whole = tensor if padded == tensor.numel() else tensor.new_empty(padded)
-        self._gather.start(self._group.all_gather_into, whole, total, label).wait()
-        if whole is not tensor:
-            tensor.copy_(whole[: tensor.numel()])
+        self._gather.start(self._group.all_gather_into, parts, total, label).wait()
+        if padding:
+            tensor.copy_(parts[: tensor.numel()])
         return DONE
 
 

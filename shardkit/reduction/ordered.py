@@ -99,11 +99,6 @@ def refuse_other(reduce: ReducePolicy, what: str) -> None:
 
 
 # ------------------------------------------------------------ gradients
-def share(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """Makes a gradient its share of the mean over so many, in place; see [Note: fixed order]."""
-    return packed.div_(count).add_(0.0)
-
-
 def exchange(
     group: Group, packed: torch.Tensor, sizes: Sequence[int] | None, count: int, label: str
 ) -> tuple[torch.Tensor, Work]:
@@ -122,7 +117,8 @@ def exchange(
     own = packed.numel() // world if sizes is None else sizes[group.rank]
     arrived = packed.new_empty(world * own)
     each = None if sizes is None else [own] * world
-    work = group.all_to_all(arrived, share(packed, count), each, sizes, async_op=True, label=label)
+    share = packed.div_(count).add_(0.0)
+    work = group.all_to_all(arrived, share, each, sizes, async_op=True, label=label)
     return arrived, work
 
 

@@ -8,7 +8,8 @@ A flag says that a rank had that gradient: a plain process leaves ``grad=None`` 
 optimizer then skips it. So a rank that had none itself looks whether anybody had.
 
 Where tensors own memory the parts are written in one operation, through views laid out beforehand. Where a compiler
-decides, they are concatenated.
+decides, they are concatenated. Where two ranks exchange their parts, a rank's own is not written: the other's arrives
+in its place, and the gradients are added to it from where autograd left them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import attrgetter, itemgetter
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, is_not, itemgetter
 
 import torch
 
+from ..backend import Group, Work
 from ..layout import Piece, gaps_between, rounded_up
 
 _NOTHING = -1  # in place of a gradient's number
@@ -113,9 +115,7 @@ class WrittenPack:
         packed: that memory, [N]; it needs to be there while something is written.
         strides: of each, where they are not contiguous.
         in_blocks: it travels as blocks, whose scales are those of all that is in them.
-
-    Attributes:
-        whole: places of gradients that lie in one part, in order.
+        keeper: the rank whose part is not written, but completed by :meth:`exchange`; None: all are.
     """
 
     def __init__(
@@ -125,32 +125,35 @@ class WrittenPack:
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]] | None = None,
         in_blocks: bool = False,
+        keeper: int | None = None,
     ) -> None:
-        self._packed = packed
-        self._whole: list[int] = []  # gradients that lie in one part
-        self._targets: list[torch.Tensor] = []
-        self._cut: dict[int, list[int]] = {}  # of those that lie in several, in order: numel of each piece
-        cut: dict[int, list[torch.Tensor]] = {}
+        self._packed, self._parts = packed, packed.split_with_sizes(form.sizes)
+        whole: list[Piece] = []
+        cut: dict[int, list[Piece]] = {}  # of gradients that lie in several parts, in order
         for p in form.pieces:
+            if p.numel == math.prod(shapes[p.item]):
+                whole.append(p)
+            else:
+                cut.setdefault(p.item, []).append(p)
+        self._whole = [p.item for p in whole]
+        self._cut = {item: [p.numel for p in pieces] for item, pieces in cut.items()}
+        self._targets: list[torch.Tensor] = []
+        self._arrived: list[torch.Tensor] = []  # where the other rank's are of what is kept
+        self._written: list[int] = []  # numbers of pieces, whole ones first
+        self._kept: list[int] = []
+        for k, p in enumerate(chain(whole, *cut.values())):
             at = form.starts[p.rank] + p.offset
             view = packed[at : at + p.numel]
-            if p.numel == math.prod(shapes[p.item]):
-                self._whole.append(p.item)
+            if k < len(whole):
                 shape = shapes[p.item]
-                self._targets.append(
-                    view.view(shape) if strides is None else view.as_strided(shape, strides[p.item])
-                )
-            else:
-                self._cut.setdefault(p.item, []).append(p.numel)
-                cut.setdefault(p.item, []).append(view)
+                view = view.view(shape) if strides is None else view.as_strided(shape, strides[p.item])
+            (self._arrived if p.rank == keeper else self._targets).append(view)
+            (self._kept if p.rank == keeper else self._written).append(k)
         self._flags: list[tuple[list[int], torch.Tensor]] = []
         for rank, items in enumerate(form.items):
             at = form.starts[rank] + form.first_flag[rank]
-            if items:
+            if items and rank != keeper:
                 self._flags.append((items, packed[at : at + len(items)]))
-        self.whole = self._targets.copy()
-        for views in cut.values():
-            self._targets += views
         flags = list(map(itemgetter(1), self._flags))
         self._targets += flags
         self._ones = list(map(torch.ones_like, flags))
@@ -158,8 +161,10 @@ class WrittenPack:
         for start, numel in _gaps_in(form, in_blocks):
             self._gaps.append(packed[start : start + numel])
 
-    def write(self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None) -> None:
-        """Copies gradients and flags to their places.
+    def write(
+        self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None
+    ) -> list[torch.Tensor | None]:
+        """Copies gradients and flags to their places; returns pieces that are kept.
 
         Args:
             gradients: of any dtype, dense or sparse.
@@ -174,27 +179,37 @@ class WrittenPack:
                 sources += [None] * len(numels)
             else:
                 sources += torch.split_with_sizes(_row(g, g.dtype), numels)
-        if not self._targets:
-            return  # gradients without elements
-        if had is None:
-            torch._foreach_copy_(self._targets, sources + self._ones)  # type: ignore[arg-type]
-            if self._gaps:
-                torch._foreach_zero_(self._gaps)
-        else:
-            self._write_some(sources, had)
-
-    def _write_some(self, sources: list[torch.Tensor | None], had: Sequence[bool]) -> None:
-        """Zeros stand in for what is missing, and a flag of 0."""
-        self._packed.zero_()
-        there = [
-            (target, source)
-            for target, source in zip(self._targets, sources, strict=False)  # flags are the last targets
-            if source is not None
-        ]
-        if there:
-            torch._foreach_copy_([target for target, _ in there], [source for _, source in there])
+        kept = list(map(sources.__getitem__, self._kept))
+        if kept:
+            sources = list(map(sources.__getitem__, self._written))
+        targets, flags = self._targets, self._ones
+        if had is None and self._gaps:
+            torch._foreach_zero_(self._gaps)
+        elif had is not None:  # zeros stand in for what is missing, and a flag of 0
+            self._packed.zero_()
+            there = list(map(is_not, sources, repeat(None)))
             flags = [v[k : k + 1] for items, v in self._flags for k, item in enumerate(items) if had[item]]
-            torch._foreach_add_(flags, 1)
+            targets, sources = [*compress(targets, there), *flags], [*compress(sources, there)]
+            flags = list(map(torch.ones_like, flags))
+        if targets:
+            torch._foreach_copy_(targets, sources + flags)  # type: ignore[arg-type]
+        return kept
+
+    def exchange(
+        self, group: Group, kept: list[torch.Tensor | None], label: str
+    ) -> tuple[torch.Tensor, Work]:
+        """Starts the mean over two ranks (collective) of what is written and kept; its memory comes with the result."""
+        own, other = self._parts if group.rank == 0 else self._parts[::-1]
+        mean = own.new_empty(0)
+        complete = functools.partial(self._complete, own, mean, kept)
+        return mean, group.exchange(own, other, complete, True, label)
+
+    def _complete(self, own: torch.Tensor, mean: torch.Tensor, kept: list[torch.Tensor | None]) -> None:
+        there = list(map(is_not, kept, repeat(None)))
+        if True in there:
+            torch._foreach_add_(list(compress(self._arrived, there)), list(compress(kept, there)))  # type: ignore[arg-type]
+        kept.clear()  # before the mean has memory
+        torch.div(own, 2, out=mean)
 
 
 class JoinedPack:

@@ -224,17 +224,6 @@ def clip_by_global_norm(
     return total
 
 
-def clip_params(
-    params: Sequence[torch.Tensor], group: Group, max_norm: float, norm_type: float, device: torch.device
-) -> torch.Tensor:
-    """Clips gradients of which each rank of a group has a part of its own; the norm is on ``device``."""
-    gradients = [p.grad for p in params if p.grad is not None]
-    like = norm_like(params).to(device)
-    return clip_by_global_norm(
-        [Portion(gradients, (group,))], gradients, like, float(max_norm), float(norm_type)
-    )
-
-
 # ------------------------------------------------------------ gradients with a class of their own
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_

@@ -8,8 +8,10 @@ import tracemalloc
 
 import torch
 
+from shardkit.backend import get_backend
 from shardkit.layout import Piece, ShardLayout, segment_layout
 from shardkit.reduction.packing import JoinedPack, PackedForm, WrittenPack
+from tests.pools import on_ranks
 
 SHAPES = [(2, 2), (5,), (1,)]
 NUMELS = [4, 5, 1]
@@ -64,6 +66,36 @@ def test_what_is_packed_lies_in_its_rank_s_part_with_flags() -> None:
                 nobody = form.anywhere([False] * 3, part, rank)
                 assert nobody == [h and i in form.items[rank] for i, h in enumerate(had)]
                 assert form.anywhere(had, torch.zeros_like(part), rank) == list(had)
+
+
+@on_ranks((WORLD, "gloo"))
+def test_two_ranks_get_the_mean_of_what_one_sent_and_one_kept(rank: int) -> None:
+    """Whatever each rank had, in every form; padding comes as zeros also where nothing else is sent."""
+    group = get_backend("gloo").group()
+    for form in _forms():
+        packed = torch.full((form.starts[-1],), float("nan"))
+        pack = WrittenPack(form, packed, SHAPES, keeper=rank)
+        for had in itertools.product(itertools.product([False, True], repeat=3), repeat=WORLD):
+            gradients: list[list[torch.Tensor | None]] = [
+                [
+                    torch.arange(n, dtype=torch.float32).view(shape) + 10 * i + 100 * r if there else None
+                    for i, (n, shape, there) in enumerate(zip(NUMELS, SHAPES, had[r], strict=True))
+                ]
+                for r in range(WORLD)
+            ]
+            packed.fill_(float("nan"))
+            had_all = all(had[rank][p.item] for p in form.pieces)
+            kept = pack.write(gradients[rank], None if had_all else had[rank])
+            mean, work = pack.exchange(group, kept, "gradients")
+            work.wait()
+            part = slice(form.starts[rank], form.starts[rank + 1])
+            whole = sum(_expected(form, each)[part] for each in gradients) / WORLD
+            numel = form.first_flag[rank]
+            assert torch.equal(mean[:numel], whole[:numel]), (rank, had)
+            assert form.anywhere(had[rank], mean, rank) == [
+                here or (there and i in form.items[rank])
+                for i, (here, there) in enumerate(zip(had[rank], had[1 - rank], strict=True))
+            ]
 
 
 def test_blocks_hold_nothing_that_nobody_wrote() -> None:

@@ -94,9 +94,7 @@ class BaselineSoftmax(nn.Module):
         words, width = proj_weight.shape
         self.fc = nn.Linear(width, words, bias=False, device="meta")
         self.fc.weight = proj_weight
-        self.log_softmax = log_softmax
-        self.margin = margin
-        self.scale = scale
+        self.log_softmax, self.margin, self.scale = log_softmax, margin, scale
 
     def lmcl_pre_softmax(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Returns logits of the large margin cosine loss, [T, V]."""
@@ -171,9 +169,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         self.proj_weight = proj_weight
         self.tf_in, self.tf_w = tile_factor, tile_factor
         self.reduction = reduction
-        self.margin = margin
-        self.scale = scale
-        self.log_softmax = True
+        self.margin, self.scale, self.log_softmax = margin, scale, True
         self.trigger = BackwardTrigger(proj_weight)
 
     def get_target_nlprob(

@@ -19,7 +19,7 @@ from shardkit.fsdp.state_dict import local_state, shared_across
 from shardkit.fsdp.submodule_api import begin_loading_shards, collecting, end_loading_shards
 from shardkit.layout import EachAlone, ShardLayout
 from shardkit.nn.data_parallel import FullyShardedDataParallel, TrainingState
-from shardkit.reduction.shard_gradients import clip_params
+from shardkit.reduction.shard_gradients import Portion, clip_by_global_norm, norm_like
 from shardkit.torch_fsdp.fully_sharded_data_parallel import materialize
 from shardkit.torch_seams.tensors import move_buffers
 from shardkit.torch_seams.wrappers import versions_of
@@ -342,7 +342,10 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
         if groups is None and self.sharding_groups is None:
             return super().clip_grad_norm_(max_norm, norm_type)
         group = current_backend().group() if groups is None else group_among(groups)
-        return clip_params(list(self.parameters()), group, max_norm, norm_type, self.compute_device)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        like = norm_like([*self.parameters()]).to(self.compute_device)
+        portions = [Portion(gradients, (group,))]
+        return clip_by_global_norm(portions, gradients, like, float(max_norm), float(norm_type))
 
     def extra_repr(self) -> str:
         return (
