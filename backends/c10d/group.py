@@ -600,6 +600,8 @@ class C10dGroup(Group):
     def exchange(
         self, output: Tensor, input: Tensor, after: Callable[[], None], async_op: bool, label: str
     ) -> Work:
+        if output.is_complex():
+            output, input = as_real(output), as_real(input)
         send, receive, numel = [0, 0], [0, 0], output.numel() + input.numel()
         send[1 - self.rank], receive[1 - self.rank] = input.numel(), output.numel()
         try:

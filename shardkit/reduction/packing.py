@@ -154,6 +154,10 @@ class WrittenPack:
             at = form.starts[rank] + form.first_flag[rank]
             if items and rank != keeper:
                 self._flags.append((items, packed[at : at + len(items)]))
+            elif items:
+                self._arrived.append(packed[at : at + len(items)])
+        self._own = [] if keeper is None else form.items[keeper]  # whose flags are kept, too
+        self._own_ones = packed.new_ones(len(self._own))
         flags = list(map(itemgetter(1), self._flags))
         self._targets += flags
         self._ones = list(map(torch.ones_like, flags))
@@ -182,6 +186,9 @@ class WrittenPack:
         kept = list(map(sources.__getitem__, self._kept))
         if kept:
             sources = list(map(sources.__getitem__, self._written))
+        if self._own:
+            some = () if had is None else map(had.__getitem__, self._own)
+            kept.append(self._own_ones if had is None else self._own_ones.new_tensor(list(map(float, some))))
         targets, flags = self._targets, self._ones
         if had is None and self._gaps:
             torch._foreach_zero_(self._gaps)
