@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_428,  # the files right there
     "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_462,
+    "shardkit/fsdp": 11_464,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 564,
     "shardkit/oss": 3_065,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_680,
+    "shardkit/reduction": 1_678,
     "shardkit/tools": 7_409,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_551,

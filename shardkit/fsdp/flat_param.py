@@ -1099,7 +1099,6 @@ def store_for(flat: FlatParam, before: Store | None) -> Store:
 
 # ------------------------------------------------------------ what travels, and what modules list of it
 _AS_IT_IS, _name_of = ReducePolicy(), attrgetter("name")
-_GRADIENT: Any = torch.Tensor.grad  # how torch gets and sets it
 
 Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
@@ -1571,16 +1570,6 @@ class ShardedFlatParameter(FlatParameter):
             raise AttributeError("this parameter was part of an FSDP module that is gone")
         return flat
 
-    def _gradient(self) -> torch.Tensor | None:
-        """Returns its gradient; torch's clipping gets zeros where others alone may have some, to meet them."""
-        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
-        flat = None if gradient is not None else shard_behind(self)
-        if flat is not None and flat.unused.is_noted and not flat.is_asleep and is_clipping():
-            gradient = torch.zeros_like(self.detach())
-            gradient.__class__ = flat.gradient_class
-        return gradient
-
-    grad: Any = property(_gradient, _GRADIENT.__set__, _GRADIENT.__delete__)
     _is_sharded = property(lambda self: self._flat.group.world_size > 1)
     _orig_size = property(lambda self: torch.Size([self._flat.layout.numel]))
     _cpu_grad = property(lambda self: self.grad if self.device.type == "cpu" else None)
@@ -1588,6 +1577,21 @@ class ShardedFlatParameter(FlatParameter):
     _is_shared, _fp16_shard = False, None  # shards are cast on their way into the gathered flat parameter
     # that one, [W * S]; without memory while the unit is not gathered
     _full_param_padded = property(attrgetter("_flat.store.gathered"))
+
+
+class UnusedShard(ShardedFlatParameter):
+    """A shard for which a backward has left nothing here, whatever others got. To read its gradient costs calls."""
+
+    def _gradient(self) -> torch.Tensor | None:
+        """Returns its gradient; torch's clipping gets zeros where others alone may have some, to meet them."""
+        gradient = super().grad
+        flat = shard_behind(self) if gradient is None else None
+        if flat is not None and flat.unused.is_noted and not flat.is_asleep and is_clipping():
+            gradient = torch.zeros_like(self.detach())
+            gradient.__class__ = flat.gradient_class
+        return gradient
+
+    grad: Any = property(_gradient, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore
 
 
 class Unused:

@@ -113,10 +113,9 @@ class _Looked:
             if param.grad is None or param.is_meta:
                 continue
             if are_some or unused.used is not None:
-                used = unused.used
                 here = [p for p in flat.layout.of_rank(flat.group.rank).values() if unused.originals[p.item]]
                 ranges = [(p.offset, p.offset + p.numel) for p in here]
-                kept = UnusedRanges(ranges) if used is None else UsedMask(used)
+                kept = UnusedRanges(ranges) if unused.used is None else UsedMask(unused.used)
                 self.saved.append((flat, PutAside(param.data, optimizer.state.get(param, {}), kept)))
 
     def put_back(self, optimizer: Optimizer) -> None:

@@ -49,6 +49,7 @@ from .flat_param import (
     Registered,
     RegisteredShard,
     Store,
+    UnusedShard,
     add_gradient,
     rank_by_rank,
     start_together,
@@ -433,6 +434,7 @@ class GradientPack(ABC):
         if True in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
             add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
         else:
+            flat.param.__class__ = UnusedShard
             self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
@@ -834,7 +836,7 @@ class Unit:
         self.enter_backward: Callable[[torch.Tensor], None]
         self.is_held = self.reduced = self.is_undecided = self.keeps_local = False
         self.position = -1
-        self.waiting = 0
+        self.waiting = self.began = 0
         self.task = NO_BACKWARD
         self._hooks = GradientHooks(
             "a hook for when a parameter has got its gradient can't be registered on a parameter that FSDP has "
@@ -846,7 +848,6 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.is_reached = self.goes_backward = True
-        self.began = 0
         self.open_calls = 0
         self.backwards = 0
         self.take(flats, borrowed)
