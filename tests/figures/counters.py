@@ -78,11 +78,14 @@ _MOVING = frozenset(
         *("add_", "div_", "mul_"),
     }
 )
-_MOVING_LISTS = frozenset(f"_foreach_{name}_" for name in ("copy", "zero", "mul", "div", "add"))
+_MOVING_LISTS = frozenset(f"_foreach_{name}_" for name in ("copy", "zero", "mul", "div"))
 
 
 def moved_bytes(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that an operation writes, if all it does is to copy, clear, scale or accumulate; else 0."""
+    """Bytes that an operation writes, if all it does is to copy, clear, scale or accumulate; else 0.
+
+    Lists that are added to others are sums over ranks, which are computed.
+    """
     if name in _MOVING_LISTS:
         return _bytes(args[0])
     out = kwargs.get("out")
