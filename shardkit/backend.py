@@ -180,12 +180,11 @@ class Group(OutsideGraphs, abc.ABC):
         rank: this rank's place in the group.
         world_size: number of members.
         ranks: global rank of each member, in group order.
-        exchanges: a reduce-scatter is an exchange of two ranks' parts, each of which is added up by its rank.
-        exchange: starts one: where the other's part arrives, this rank's for it, what adds up, as an async_op, label.
+        exchange: where a group ``exchanges``, brings two ranks the other's part of a reduce-scatter; ``after`` adds up.
     """
 
     exchanges = False
-    exchange: Callable[[Tensor, Tensor, Callable[[], None], bool, str], Work]
+    exchange: Callable[..., Work]  # (output, input, *, after=None, async_op=False, label="")
     backend: Backend
     rank: int
     world_size: int

@@ -13,7 +13,7 @@ LINES = 64_265
 PARTS = {
     "backends": 7_091,
     "compat": 9_327,
-    "shardkit": 2_428,  # the files right there
+    "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
     "shardkit/fsdp": 11_464,
@@ -28,7 +28,7 @@ PARTS = {
     "shardkit/tools": 7_409,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_551,
-    "shardkit/training": 4_678,
+    "shardkit/training": 4_679,
     "shardkit/wrapping": 1_003,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

@@ -590,7 +590,7 @@ class C10dGroup(Group):
         if self.world_size == 2:
             pieces = torch.split_with_sizes(input, parts)
             after = functools.partial(accumulate, shard, pieces[self.rank], shard, op, 2)
-            return self.exchange(shard, pieces[1 - self.rank], after, async_op, label)
+            return self.exchange(shard, pieces[1 - self.rank], after=after, async_op=async_op, label=label)
         # the own part is copied, so that the input need not be taken apart
         received, come = input.new_empty(plan.own * self.world_size), [plan.own] * self.world_size
         work = self._start(self.process_group.alltoall_base, received, input, come, plan.sizes)
@@ -598,7 +598,7 @@ class C10dGroup(Group):
         return self._issue([work], "reduce_scatter_into", plan.numel, label, async_op, after)
 
     def exchange(
-        self, output: Tensor, input: Tensor, after: Callable[[], None], async_op: bool, label: str
+        self, output: Tensor, input: Tensor, *, after: After = None, async_op: bool = False, label: str = ""
     ) -> Work:
         if output.is_complex():
             output, input = as_real(output), as_real(input)

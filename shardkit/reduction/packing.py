@@ -209,7 +209,7 @@ class WrittenPack:
         own, other = self._parts if group.rank == 0 else self._parts[::-1]
         mean = own.new_empty(0)
         complete = functools.partial(self._complete, own, mean, kept)
-        return mean, group.exchange(own, other, complete, True, label)
+        return mean, group.exchange(own, other, after=complete, async_op=True, label=label)
 
     def _complete(self, own: torch.Tensor, mean: torch.Tensor, kept: list[torch.Tensor | None]) -> None:
         there = list(map(is_not, kept, repeat(None)))

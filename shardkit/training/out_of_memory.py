@@ -92,6 +92,7 @@ class IssuedCall(NamedTuple):
 _POSITIONAL = {
     "all_gather_into": ("output", "shard", "sizes"),
     "reduce_scatter_into": ("shard", "input", "sizes"),
+    "exchange": ("output", "input"),
     "all_to_all": ("output", "input", "output_sizes", "input_sizes"),
     "all_reduce": ("tensor",),
     "reduce": ("tensor", "dst"),
@@ -143,7 +144,7 @@ class IssuedCalls:
         heard = list(dict.fromkeys(g for group in groups for g in (group, *group.channels())))
         try:
             for group in heard:
-                own = {name: self._noting(group, name) for name in (*_POSITIONAL, *_OF_OBJECTS)}
+                own = {n: self._noting(group, n) for n in (*_POSITIONAL, *_OF_OBJECTS) if hasattr(group, n)}
                 group.__dict__.update(own, abort=functools.partial(self._keep, group))
             yield
         finally:
