@@ -370,7 +370,7 @@ class GradientPack(ABC):
             self.hook(result)
         if not had_all:
             had = self._anywhere(had, result)
-        ranks = result.numel() // max(1, self.part_numel) if self._microbatches else 1
+        ranks = ranks_of(self._group, replicas) if self._microbatches else 1
         parts = list(contributions(result, ranks)) if ranks > 1 else []
         for part in self._parts:
             flat, first, _, _ = part
