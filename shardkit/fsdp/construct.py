@@ -528,7 +528,7 @@ def _check_codes(found: Found, compute: torch.dtype | None) -> None:
 
 def _check_changes(found: Found, compression: Compression | None) -> None:
     """Raises ConfigurationError where what has changed since the last gathering can't be told."""
-    of_their_own = any(o.store is not None and not issubclass(o.store, Stored) for o in found.originals)
+    of_their_own = [o for o in found.originals if o.store is not None and not issubclass(o.store, Stored)]
     if compression is not None or of_their_own or not found.state.group.backend.has_storage:
         raise ConfigurationError(
             "sends_changes=True with compression of parameters, with classes that have an all-gather of their own, or "
