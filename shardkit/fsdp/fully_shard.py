@@ -351,9 +351,7 @@ class InPlace:
         collect_in_place(-1)
         state = self._state
         if state.options.dtensors and any(flat.param.is_meta for flat in state.flats):  # assigned maybe
-            if not state.mates and any(
-                s is not None and not s.are_alike() for s in (f.shards for f in state.flats)
-            ):
+            if not state.mates and not all(f.shards is None or f.shards.are_alike() for f in state.flats):
                 raise ConfigurationError(
                     f"load_state_dict(assign=True) into a {type(module).__name__} that was sharded on the meta device "
                     "gave values to some of its parameters alone, or of several dtypes: give all, of one dtype, plain "
@@ -667,7 +665,9 @@ class TorchsMethods:
         """
         comms = self._state.unit.comms
         if (comms.gather, comms.scatter) != (None, None):
-            raise ConfigurationError("what set_custom_all_gather or its like has set says where they lie")
+            raise ConfigurationError(
+                "what set_custom_all_gather or set_custom_reduce_scatter got says where they lie; pass None there first"
+            )
 
     # ------------------------------------------------------------ messages that others send
     def set_custom_all_gather(self, comm: Comm | None) -> None:

@@ -48,6 +48,7 @@ from .flat_param import (
     FlatParam,
     Registered,
     RegisteredShard,
+    ShardedFlatParameter,
     Store,
     UnusedShard,
     add_gradient,
@@ -434,7 +435,8 @@ class GradientPack(ABC):
         if True in (had if flat.param._post_accumulate_grad_hooks else map(had.__getitem__, here)):
             add_gradient(flat.param, self._own(part, result), self._gradient_class, is_last=True)
         else:
-            flat.param.__class__ = UnusedShard
+            if type(flat.param) is ShardedFlatParameter:
+                flat.param.__class__ = UnusedShard
             self._forget_zeros(flat, [flat.unused.originals[i] for i in here])
 
     def _anywhere(self, had: list[bool], result: torch.Tensor) -> list[bool]:
@@ -848,8 +850,7 @@ class Unit:
         self.sent: list[GradientPack] = []
         self._local: list[list[LocalGradients]] = []  # of each, as soon as there are any
         self.is_reached = self.goes_backward = True
-        self.open_calls = 0
-        self.backwards = 0
+        self.open_calls = self.backwards = 0
         self.take(flats, borrowed)
 
     def take(self, flats: Sequence[FlatParam], borrowed: Sequence[FlatParam]) -> None:
@@ -1098,9 +1099,8 @@ class Unit:
 
     def forget_if_cleared(self) -> None:
         """Discards what was cleared meanwhile, before a backward adds to what ``no_sync`` keeps."""
-        for local in self._local if self.keeps_local else ():
-            for one in local:
-                one.forget_if_cleared()
+        for one in chain.from_iterable(self._local) if self.keeps_local else ():
+            one.forget_if_cleared()
 
     def has_local_gradients(self) -> bool:
         """Says whether original parameters hold gradients of this rank that were not reduced."""

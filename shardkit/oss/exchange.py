@@ -20,8 +20,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
-from operator import is_not
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -388,7 +386,7 @@ class Reducer(ToOwners):
                     grad = grad * self._world
             gradients.append(grad)
             self._is_mean[i] = False
-        there = list(map(is_not, gradients, repeat(None)))
+        there = [g is not None for g in gradients]
         had = there if False in there else None
         kept = bucket.pack.write(gradients, had)
         if not bucket.has_mean and not self._microbatches:

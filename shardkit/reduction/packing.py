@@ -187,9 +187,9 @@ class WrittenPack:
         if kept:
             sources = list(map(sources.__getitem__, self._written))
         if self._own:
-            some = () if had is None else map(had.__getitem__, self._own)
-            kept.append(self._own_ones if had is None else self._own_ones.new_tensor(list(map(float, some))))
-        targets, flags = self._targets, self._ones
+            own = self._own_ones
+            kept.append(own if had is None else own.new_tensor([had[item] for item in self._own]))
+        targets, ones = self._targets, self._ones
         if had is None and self._gaps:
             torch._foreach_zero_(self._gaps)
         elif had is not None:  # zeros stand in for what is missing, and a flag of 0
@@ -197,9 +197,9 @@ class WrittenPack:
             there = list(map(is_not, sources, repeat(None)))
             flags = [v[k : k + 1] for items, v in self._flags for k, item in enumerate(items) if had[item]]
             targets, sources = [*compress(targets, there), *flags], [*compress(sources, there)]
-            flags = list(map(torch.ones_like, flags))
+            ones = list(map(torch.ones_like, flags))
         if targets:
-            torch._foreach_copy_(targets, sources + flags)  # type: ignore[arg-type]
+            torch._foreach_copy_(targets, sources + ones)  # type: ignore[arg-type]
         return kept
 
     def exchange(
