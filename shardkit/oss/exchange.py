@@ -737,7 +737,7 @@ class GradientExchange:
             )
         if self.rounds is not None:
             self.rounds.check_step()
-        if not self.state.accumulating:
+        if self._buffers.changed and not self.state.accumulating:
             self._buffers.sync_if_changed()
 
     def _check_means(self) -> None:
@@ -968,26 +968,50 @@ class BufferSync:
     """
 
     def __init__(self, module: nn.Module, group: Group, enabled: bool) -> None:
-        self._group = group
-        # looked up anew each time (``module.to`` replaces them), but without walking the whole module
-        self._places = [(m, n) for m in module.modules() for n, b in m._buffers.items() if b is not None]
-        self._enabled = enabled and group.world_size > 1 and bool(self._places)
-        if self._enabled:  # connections that only models with buffers need
+        self._group, self._module = group, module
+        self._unsaved = {(m, name) for m in module.modules() for name in m._non_persistent_buffers_set}
+        self._known = list(self._look())
+        self._enabled = enabled and group.world_size > 1
+        if self._enabled and self._known:  # connections that only models with buffers need
             group.channel("buffers")
         self.changed = False
         self.ranges = Ranges("buffers", group.ranks)
 
+    def _look(self) -> dict[tuple[object, ...], torch.Tensor]:
+        """Finds the buffers that there are now, each once, with what ranks have to have in common.
+
+        Not those that are registered later and not saved: what a forward caches may be of another length on each rank.
+        """
+        modules, paths = [self._module], {self._module: ""}
+        found: dict[int, tuple[tuple[object, ...], torch.Tensor]] = {}
+        for m in modules:  # which grows: torch's own walk makes several calls of Python's for each
+            for name, b in m._buffers.items():
+                if b is not None and (
+                    name not in m._non_persistent_buffers_set or (m, name) in self._unsaved
+                ):
+                    found.setdefault(id(b), ((paths[m] + name, b.shape, b.dtype), b))
+            for name, child in m._modules.items():
+                if child is not None and child not in paths:
+                    paths[child] = f"{paths[m]}{name}."
+                    modules.append(child)
+        return dict(found.values())
+
     def sync(self) -> None:
         """Replaces them now (every rank calls)."""
         self.changed = False
-        found = (m._buffers.get(name) for m, name in self._places)
-        buffers = list({id(b): b for b in found if b is not None}.values())
-        if buffers and self._group.world_size > 1:
+        if self._group.world_size == 1:
+            return
+        if (known := self._known) != (facts := list(found := self._look())):
+            self._known = facts
+            others = ", ".join(sorted(map(str, {*known} ^ {*facts})))
+            self._group.agree(f"buffers that were registered, removed or replaced: {others}")
+        if found:
             with self.ranges.buffers():
-                broadcast_together(buffers, self._group.channel("buffers"), "buffers of rank 0")
+                broadcast_together([*found.values()], self._group.channel("buffers"), "buffers of rank 0")
 
     def sync_if_changed(self) -> None:
-        if self._enabled and self.changed:
+        """Replaces them after a training forward, and before one if some were registered since: it finds rank 0's."""
+        if self._enabled and (self.changed or list(self._look()) != self._known):
             self.sync()
         self.changed = False
 

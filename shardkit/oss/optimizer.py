@@ -158,8 +158,9 @@ class OSS(Optimizer):
             raise ConfigurationError(
                 "sends_changes=True with broadcast_dtype: what is rounded on the way always differs; name one of them"
             )
-        chosen = placement_for(optim, one_program, self._update_dtype, self._kind_of_segments, sends_changes)
-        self.placement = chosen(self._group, self._owner, broadcast_dtype)
+        made_with = self._update_dtype, self._kind_of_segments, sends_changes
+        chosen = placement_for(optim, one_program, *made_with)
+        self.placement = chosen(self._group, self._owner, broadcast_dtype, *made_with)
         self._assign_owners()
         options = option_facts(
             optim=optim,
@@ -250,8 +251,7 @@ class OSS(Optimizer):
         """Shows the inner optimizer's defaults, options and state as this optimizer's own."""
         self.defaults = dict(self.optim.defaults)
         self.state = self._adopted = self.optim.state
-        copy_options(self.optim.param_groups, self.param_groups)
-        self._agreed.note(self.param_groups)
+        self._end_step()
 
     @noting_errors
     def add_param_group(self, param_group: ParamGroup) -> None:

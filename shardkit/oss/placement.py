@@ -45,6 +45,9 @@ class Placement(ABC):
     Args:
         owner: the rank that owns each parameter; it grows with the optimizer.
         wire_dtype: dtype in which updated fp32 parameters travel; None for their own.
+        update_dtype: what is updated is a copy of this dtype; None for the parameters' own.
+        kind: of segments, where there are any.
+        sends_changes: of what was updated, only what has changed travels.
 
     Attributes:
         name: of the optimizer, among all of these ranks; before :meth:`lay_out`.
@@ -55,12 +58,18 @@ class Placement(ABC):
     runs_whole = False
 
     def __init__(
-        self, group: Group, owner: Mapping[nn.Parameter, int], wire_dtype: torch.dtype | None
+        self,
+        group: Group,
+        owner: Mapping[nn.Parameter, int],
+        wire_dtype: torch.dtype | None,
+        update_dtype: torch.dtype | None,
+        kind: type[FlatSegment],
+        sends_changes: bool,
     ) -> None:
         self.group, self.name = group, ""
         self.segments: list[FlatSegment] = []
-        self._owner = owner
-        self._wire_dtype = wire_dtype
+        self._owner, self._kind, self.sends_changes = owner, kind, sends_changes
+        self._wire_dtype, self._update_dtype = wire_dtype, update_dtype
         training_begins(group)
 
     # ------------------------------------------------------------ values
@@ -224,25 +233,12 @@ class FlatParameters:
 class OwnedParameters(OfParameters):
     """A rank's optimizer updates the parameters that the rank owns.
 
-    Args:
-        sends_changes: only what has changed travels.
-
     Attributes:
         buffers: what the trainable parameters are views of, one for each dtype.
     """
 
     buffers: Sequence[FlatParameters] = ()
     ranges: Ranges
-
-    def __init__(
-        self,
-        group: Group,
-        owner: Mapping[nn.Parameter, int],
-        wire_dtype: torch.dtype | None,
-        sends_changes: bool = False,
-    ) -> None:
-        super().__init__(group, owner, wire_dtype)
-        self.sends_changes = sends_changes
 
     def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
         trainable = list(alike(p for g in groups for p in g["params"] if p.requires_grad or p in pending))
@@ -341,23 +337,7 @@ def gathered(segment: FlatSegment, own: torch.Tensor, is_kept: bool) -> list[tor
 
 @final
 class InSegments(Placement):
-    """A rank's optimizer updates one tensor for each group and dtype: the parameters that the rank owns, end to end.
-
-    Args:
-        update_dtype: what is updated is a copy of this dtype; None for the parameters' own.
-        kind: of the segments.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        owner: Mapping[nn.Parameter, int],
-        wire_dtype: torch.dtype | None,
-        update_dtype: torch.dtype | None = None,
-        kind: type[FlatSegment] = FlatSegment,
-    ) -> None:
-        super().__init__(group, owner, wire_dtype)
-        self._update_dtype, self._kind = update_dtype, kind
+    """A rank's optimizer updates one tensor for each group and dtype: the parameters that the rank owns, end to end."""
 
     def lay_out(self, groups: Sequence[ParamGroup], pending: Collection[nn.Parameter]) -> None:
         """Puts parameters that became trainable into segments of their own; those that exist stay as they are."""
@@ -518,15 +498,13 @@ def placement_for(
     update_dtype: torch.dtype | None = None,
     kind: type[FlatSegment] = FlatSegment,
     sends_changes: bool = False,
-) -> Callable[[Group, Mapping[nn.Parameter, int], torch.dtype | None], Placement]:
-    """Makes the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
+) -> type[Placement]:
+    """Chooses the placement of an optimizer's parameters; warns if state is not sharded though the class might shard.
 
     Args:
         optimizer_class: the inner optimizer's.
         even_shards_only: all ranks run one compiled graph.
-        update_dtype: another one than the parameters', in which they are updated.
-        kind: of segments, where there are any.
-        sends_changes: of what was updated, only what has changed travels.
+        update_dtype, kind, sends_changes: what it will be made with.
     """
     plain = optimizer_class.func if isinstance(optimizer_class, functools.partial) else optimizer_class
     name = plain.__name__ if isinstance(plain, type) else plain
@@ -545,10 +523,8 @@ def placement_for(
             "sends_changes=True is for optimizers that update whole parameters on their owners, and this one's "
             "results travel otherwise on this backend; leave it out"
         )
-    if in_segments:
-        return functools.partial(InSegments, update_dtype=update_dtype, kind=kind)
-    if is_owned:
-        return functools.partial(OwnedParameters, sends_changes=sends_changes)
+    if in_segments or is_owned:
+        return InSegments if in_segments else OwnedParameters
     if not couples:
         logger.warning(
             "%s is not known to be element-wise, so each rank runs it on all parameters and its state is not sharded",

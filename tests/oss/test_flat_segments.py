@@ -83,11 +83,7 @@ class Unknown(torch.optim.Adam):
 
 
 def test_which_placement_an_optimizer_gets() -> None:
-    def kind(optimizer_class: object, even_shards_only: bool) -> object:
-        made = placement_for(optimizer_class, even_shards_only)
-        return getattr(made, "func", made)
-
-    adam, lbfgs = torch.optim.Adam, torch.optim.LBFGS
+    kind, adam, lbfgs = placement_for, torch.optim.Adam, torch.optim.LBFGS
     assert kind(adam, False) is OwnedParameters
     assert kind(adam, True) is InSegments
     assert kind(Unknown, False) is OwnedParameters

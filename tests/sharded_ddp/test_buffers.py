@@ -1,4 +1,7 @@
-"""SyncBatchNorm under ShardedDDP: it trains on CUDA tensors only, but what that takes is tested on the CPU too."""
+"""Buffers under ShardedDDP: what is registered later, and SyncBatchNorm.
+
+SyncBatchNorm trains on CUDA tensors only, but what that takes is tested on the CPU too.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import shardkit
 from shardkit.backend import get_backend
 from tests.beside import SGD, assert_same, batch, mean_square, steps_beside
 from tests.fsdp_models import build
-from tests.pools import on_ranks, rank_pool
+from tests.pools import on_ranks, rank_pool, run_once
 
 
 def _net() -> nn.Sequential:
@@ -95,6 +98,90 @@ def test_ranks_without_torch_distributed_refuse_training(rank: int) -> None:
     wrapped.eval()(batch(rank, 0))
     with pytest.raises(shardkit.ConfigurationError, match="SyncBatchNorm '1' trains with a process group"):
         wrapped.train()(batch(rank, 0))
+
+
+# ------------------------------------------------------------------ registered after wrapping
+class _Times(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.rand(size) + 0.5)
+        self.register_buffer("more", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cache", x.new_ones(len(x), 1), persistent=False)
+        return x * self.by * (1.0 if self.more is None else self.more) * self.cache
+
+
+def _changed(model: nn.Sequential, how: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    if how == "old spectral_norm":
+        nn.utils.spectral_norm(model[0])
+    elif how == "spectral_norm":
+        nn.utils.parametrizations.spectral_norm(model[0])
+    elif how == "a module":
+        model[0] = nn.Sequential(model[0], _Times())
+    elif how == "a buffer":
+        model[1].more = torch.rand(4) + 0.5
+    else:  # of another shape
+        model[1].by = torch.rand(1) + 0.5
+
+
+CHANGES = ["old spectral_norm", "spectral_norm", "a module", "a buffer", "another shape"]
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("broadcast", [True, False])
+@on_ranks(2, 3, (2, "simulated"))
+def test_what_is_registered_later(rank: int, world_size: int, how: str, broadcast: bool) -> None:
+    """A forward finds rank 0's: the first one after it was registered, and an evaluation after a step."""
+    with_times = lambda: nn.Sequential(nn.Linear(6, 4), _Times(), nn.Linear(4, 2))  # noqa: E731
+    plain, model = build(with_times), build(with_times)
+    optimizer = shardkit.OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = shardkit.ShardedDDP(model, optimizer, broadcast_buffers=broadcast)
+    optimizers = [optimizer, SGD(plain.parameters())]
+    for step in range(5):
+        if step == 2:  # warm
+            _changed(plain, how, 0)
+            _changed(model, how, rank if broadcast else 0)
+        for o in optimizers:
+            o.zero_grad()
+        wrapped(batch(rank, step)).square().mean().backward()
+        plain(torch.cat([batch(r, step) for r in range(world_size)])).square().mean().backward()
+        for o in optimizers:
+            o.step()
+    assert_same(wrapped, plain)
+    if broadcast:
+        model[1].register_buffer("own", torch.full((2,), float(rank + 1)))
+        wrapped(batch(rank, 0, 4 + rank))  # another batch size is no other buffer
+        assert model[1].own.tolist() == [1.0, 1.0]
+    else:
+        model[1].by.fill_(rank)
+        wrapped(batch(rank, 0)).sum().backward()
+        optimizer.step()
+        assert set(model[1].by.tolist()) == {rank}
+
+
+def _registers_alone(rank: int, who: int, how: str) -> str:
+    model = build(lambda: nn.Sequential(nn.Linear(6, 4), _Times(), nn.Linear(4, 2)))
+    wrapped, optimizer = _wrapped(model)
+    for step in range(3):
+        if step == 1 and rank == who:
+            _changed(model, how, 0)
+        try:
+            wrapped(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        except shardkit.OutOfStepError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("who", "backend", "how"),
+    [(0, "gloo", "a module"), (1, "gloo", "another shape"), *((1, "simulated", how) for how in CHANGES)],
+)
+def test_a_rank_that_registers_alone(who: int, backend: str, how: str) -> None:
+    for end in run_once(2, backend, _registers_alone, who, how):
+        assert "buffers that were registered, removed or replaced" in end, end
 
 
 # ------------------------------------------------------------------ on CUDA devices
