@@ -1264,11 +1264,8 @@ class RegisteredShards:
         for k, r in enumerate(self.each):
             self._parts.append((places.get(r.first, 0), r.shape))
             cut = r.layout
-            if (
-                self.are_dtensors
-                and not cut.copies
-                and cut.shard_numel * (cut.world_size - 1) >= cut.numels[0]
-            ):
+            ends_before = cut.shard_numel * (cut.world_size - 1) >= cut.numels[0]
+            if ends_before and self.are_dtensors and not cut.copies:
                 self._rowless.append(k)
 
     def __getstate__(self) -> StateDict:
@@ -1404,9 +1401,7 @@ class RegisteredShards:
         """
         found = []
         for r in self.each:
-            if not copies and r.is_copy:
-                continue
-            if r.param.grad is not None and r.numel:
+            if r.param.grad is not None and r.numel and (copies or not r.is_copy):
                 local = r.local(r.param.grad)
                 padding = 0 if padded or r.spec is not None else r.layout.padding(r.group.rank)
                 found.append(local if not padding else local[: r.numel - padding])
@@ -1438,9 +1433,12 @@ class RegisteredShards:
                 view = views[k]
                 if r.spec is not None and view is not None:
                     views[k] = dtensor_of(view, r.spec)
-        mark(views, kind)
-        mark([views[k] for k in self._rowless], RowlessGradient)
+        self._mark(views, kind)
         return views
+
+    def _mark(self, gradients: Sequence[torch.Tensor | None], kind: type[torch.Tensor]) -> None:
+        mark(gradients, kind)
+        mark([gradients[k] for k in self._rowless], RowlessGradient)
 
     def hand_over(self, gradient: torch.Tensor, had: Sequence[bool], kind: type[torch.Tensor]) -> None:
         """Adds to their gradients, as autograd would: through hooks, which autograd never calls for them.
@@ -1461,11 +1459,12 @@ class RegisteredShards:
             with as_plain():
                 own.add_(gradient)
             # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
-            mark(before, kind)
+            self._mark(before, kind)
         elif there or hooked:
             for p, view in zip(self.params, self._views(gradient, had, kind), strict=True):
                 if view is not None:
                     add_gradient(p, view, kind)
+            self._mark(list(map(_grad_of, self.params)), kind)
         else:
             self._show(gradient, had, kind)
         for r, _ in there:

@@ -339,7 +339,7 @@ def mark(gradients: Iterable[torch.Tensor | None], kind: type[torch.Tensor]) -> 
     for g in gradients if kind is not torch.Tensor else ():
         if type(g) is torch.Tensor:
             g.__class__ = kind
-        elif g is not None and is_of_dtensors and is_dtensor(g) and not isinstance(g, ShardGradient):
+        elif g is not None and is_of_dtensors and is_dtensor(g) and not isinstance(g, ShardGradient | kind):
             g.__class__ = of_dtensors(kind, type(g))  # type: ignore[assignment]
 
 

@@ -6,7 +6,7 @@ What ``torch.distributed.fsdp`` has is looked up when it is called, as a program
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Job:
         replicas: of the model; the other ranks shard it.
         names_dims: the whole mesh is passed, and names of its dimensions.
         chunks: the loss is formed from so many parts of the hidden values.
+        registered: what is sharded says a strategy that is found by the model's class.
     """
 
     replicas: int = 1
@@ -46,6 +47,7 @@ class Job:
     chunks: int = 1
     micro: int = 1
     casts: bool = False
+    registered: bool = False
 
 
 class Llama(Transformer):
@@ -80,7 +82,32 @@ def mesh_of(job: Job) -> DeviceMesh:
     whole = init_device_mesh(
         "cpu", (job.replicas, world // job.replicas), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    return whole if job.replicas > 1 or job.names_dims else whole["dp_shard"]
+    return whole if job.replicas > 1 or job.names_dims or job.registered else whole["dp_shard"]
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {}
+
+
+def register_parallel_strategy(*, name: str) -> Callable[[type], None]:
+    """Decorates a class, as NeMo Automodel has it."""
+    return lambda strategy: STRATEGIES.update({name: strategy().parallelize})
+
+
+@register_parallel_strategy(name="Llama")
+class ByLists:
+    """Members of lists are units, of which the last keeps its parameters for backward, as the root does."""
+
+    def parallelize(self, model: nn.Module, **words: Any) -> nn.Module:
+        self.shard_lists(model, **words)
+        return fsdp.fully_shard(model, **words, reshard_after_forward=False)
+
+    def shard_lists(self, module: nn.Module, **words: Any) -> None:
+        for name, child in module.named_children():
+            if isinstance(module, nn.ModuleList):
+                is_last = int(name) + 1 == len(module)
+                module[int(name)] = fsdp.fully_shard(child, **words, reshard_after_forward=not is_last)
+            else:
+                self.shard_lists(child, **words)
 
 
 def parallelize(model: Llama, job: Job) -> Llama:
@@ -102,17 +129,20 @@ def parallelize(model: Llama, job: Job) -> Llama:
     if job.names_dims:
         replicate = "dp_replicate" if job.replicas > 1 else None
         words["dp_mesh_dims"] = fsdp.DataParallelMeshDims(shard="dp_shard", replicate=replicate)
-    fsdp.fully_shard(model.tok_embeddings, **words, reshard_after_forward=True)
-    for layer in model.layers:
-        fsdp.fully_shard(layer, **words, reshard_after_forward=True)
-    fsdp.fully_shard([model.norm, model.output], **words, reshard_after_forward=False)
-    fsdp.fully_shard(model, **words)
+    if job.registered:
+        model = STRATEGIES[type(model).__name__](model, **words)
+    else:
+        fsdp.fully_shard(model.tok_embeddings, **words, reshard_after_forward=True)
+        for layer in model.layers:
+            fsdp.fully_shard(layer, **words, reshard_after_forward=True)
+        fsdp.fully_shard([model.norm, model.output], **words, reshard_after_forward=False)
+        fsdp.fully_shard(model, **words)
+        model.tok_embeddings.set_modules_to_forward_prefetch([model.layers[0]])  # type: ignore[operator]
     units = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-    assert len(units) == 6 - (not isinstance(model.layers[0], fsdp.FSDPModule))
+    assert len(units) == 6 - 3 * job.registered
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # torch's on gloo needs it
-    model.tok_embeddings.set_modules_to_forward_prefetch([model.layers[0]])  # type: ignore[operator]
     return model
 
 

@@ -15,6 +15,7 @@ from tests.pools import DEVICE, run_once
 JOBS = {
     "compiled, chunks of the loss": (2, Job(chunks=4, micro=2, compiled=True)),
     "recomputing, dimensions by name": (2, Job(selective=True, names_dims=True, micro=2)),
+    "a registered strategy": (2, Job(registered=True, micro=2)),
     "replicas": (4, Job(replicas=2, names_dims=True, chunks=2)),
 }
 

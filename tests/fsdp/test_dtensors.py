@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError, 
 from shardkit.fsdp.state import state_of
 from tests.beside import assert_same, reread, train_parts, whole
 from tests.fsdp.test_fully_shard import twins
-from tests.pools import on_ranks
+from tests.pools import on_ranks, rank_pool
 
 
 class Model(nn.Module):
@@ -74,10 +76,17 @@ def _alone(ranks: int, steps: range) -> tuple[Model, torch.optim.Optimizer, list
 
 
 @on_ranks(2, 3)
-def test_training_with_torchs_clipping(rank: int, world_size: int) -> None:
-    model, (one, _, norms) = _sharded(), _alone(world_size, range(3))
-    optimizer = _adam(model)
-    assert train_parts(model, optimizer, [rank], _batch, range(3)) == pytest.approx(norms, rel=1e-6)
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_training_with_torchs_clipping(rank: int, world_size: int, order: float) -> None:
+    """Of any order where ranks have no row of a parameter, the reduced gradient added to what no_sync kept."""
+    found, models = [], (_sharded(), Model().double())
+    for model, parts in zip(models, ([rank], range(world_size)), strict=True):
+        clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), norm_type=order)
+        if world_size == 3:  # gradients are added to one by one
+            model.head.weight.register_hook(lambda g: 2 * g)
+        found.append(train_parts(model, _adam(model), parts, _batch, range(3), clip))
+    model, one = models
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in one.named_parameters()]
     _same(whole(model.state_dict()), dict(one.state_dict()))
@@ -122,6 +131,39 @@ def test_checkpoints_go_to_fsdp2_and_back(rank: int, world_size: int, tmp_path: 
         assert names[0] in moments["state"]
         key = "exp_avg"
         _same({key: moments["state"]["inner.0.weight"][key]}, {key: alone.state[one.inner[0].weight][key]})
+
+
+def _saved_while_training(rank: int, world_size: int, folder: str) -> None:
+    model = _sharded()
+    optimizer = _adam(model)
+    train_parts(model, optimizer, [rank], _batch, range(2))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    messages = dist.new_group(backend="gloo")  # which training's do not meet
+    saving: Any = dcp.async_save(state, checkpoint_id=folder, process_group=messages)
+    train_parts(model, optimizer, [rank], _batch, range(2, 5))
+    saving.result()
+    _same(whole(model.state_dict()), dict(_alone(world_size, range(5))[0].state_dict()))
+    dist.destroy_process_group(messages)
+
+
+def _gone_on_with(rank: int, world_size: int, folder: str, ranks: int) -> None:
+    model = _sharded()
+    optimizer = _adam(model)
+    into = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(into, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+    one, alone, _ = _alone(ranks, range(2))
+    _same(whole(model.state_dict()), dict(one.state_dict()))
+    train_parts(model, optimizer, [rank], _batch, range(2, 4))
+    train_parts(one, alone, range(world_size), _batch, range(2, 4))
+    _same(whole(model.state_dict()), dict(one.state_dict()))
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(2, 3), (3, 2)])
+def test_saved_while_training_goes_on(saves: int, loads: int, tmp_path: Path) -> None:
+    """``dcp.async_save``: values and moments are those at the call, on another number of ranks too."""
+    rank_pool(saves).run(_saved_while_training, saves, str(tmp_path))
+    rank_pool(loads).run(_gone_on_with, loads, str(tmp_path), saves)
 
 
 @on_ranks(2)
