@@ -1155,11 +1155,11 @@ def materialize_each(
         ConfigurationError: a module has no ``reset_parameters()``; one is still on the meta device after ``init``.
     """
     own = [m for _, m in modules_outside_units(module, without=ignored.modules)]
-    listed = [(m, n, p) for m in own for n, p in m._parameters.items() if p is not None]
-    before = [(m, n, _replaced.get(p, p)) for m, n, p in listed]
+    before = [(m, n, _replaced.get(p, p)) for m in own for n, p in m._parameters.items() if p is not None]
     others = [(m, n, p) for m, n, p in before if managing(p) is not None]  # of other units
     before = [(m, n, p) for m, n, p in before if managing(p) is None]
-    if any(p.is_meta for _, _, p in before if p not in ignored.parameters):
+    buffers = [b for m in own for b in m.buffers(recurse=False)]
+    if any(t.is_meta for t in (*buffers, *(p for _, _, p in before if p not in ignored.parameters))):
         for m, name, p in others:  # what is to be initialized is no shard
             m._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
         for m in own:

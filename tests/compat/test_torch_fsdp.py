@@ -343,6 +343,11 @@ def test_parameters_on_the_meta_device(rank: int) -> None:
     limit = 5**-0.5
     assert model.state_dict()["first.weight"].abs().max() <= limit
     assert model.state_dict()["norm.running_var"].eq(1).all()
+    alone = nn.BatchNorm1d(3, affine=False, device="meta")  # of buffers alone
+    alone.inner = nn.Linear(3, 3, device="meta")
+    states = FSDP(alone, auto_wrap_policy=wrap.always_wrap_policy).state_dict()
+    assert states["running_var"].eq(1).all()
+    assert states["inner.weight"].any()
     source = net() if rank == 0 else Net("meta")
     model = FSDP(
         source, auto_wrap_policy=INNER, param_init_fn=None if rank == 0 else empty, sync_module_states=True
