@@ -842,11 +842,6 @@ def _parameters_of(model: nn.Module, optim: Optimizer) -> dict[int, Held]:
 _FROM_ZEROS = {getattr(torch.optim, n) for n in ("Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "SGD")}
 
 
-def starts_from_zeros(optim: Optimizer) -> bool:
-    """Says whether a step from state that is all zeros is this optimizer's first one."""
-    return type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in optim.param_groups)
-
-
 @contextlib.contextmanager
 def begun(model: nn.Module, optim: Optimizer) -> Iterator[None]:
     """Gives an optimizer that never stepped state to read a checkpoint into, inside: where it can be, that of before.
@@ -865,8 +860,10 @@ def begun(model: nn.Module, optim: Optimizer) -> Iterator[None]:
         for p, _ in gradients:
             p.grad = None  # where there is one torch does nothing, on this rank alone
         _init_optim_state(optim)
+        # whether a step from state that is all zeros is its first one
+        from_zeros = type(optim) in _FROM_ZEROS and not any(g.get("dampening") for g in groups)
         for values in optim.state.values():
-            zeros = values if starts_from_zeros(optim) else {"step"} & values.keys()
+            zeros = values if from_zeros else {"step"} & values.keys()
             values.update({key: values[key] * 0 for key in zeros})
         yield
     finally:

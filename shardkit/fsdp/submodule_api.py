@@ -28,13 +28,15 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..errors import ConfigurationError, LifecycleError
 from ..flattening.wrapper import FlatParameter
 from ..optimizers.shards import has_stand_ins, listing_of, note_listings, shard_behind
 from ..torch_seams.tensors import is_dtensor
 from ..types import AnyCallable, IncompatibleKeys, Memo, StateDict, Tree
-from .flat_param import GATHERED, SUMMONED, Registered
+from .flat_param import GATHERED, Registered
 from .originals import ORDER, Place, ReleasedParameter, hidden, managing, owner_of, refusal_of, written_names
 from .state import ShardingState, clean, owners_of
 
@@ -334,17 +336,33 @@ def _is_taken(module: nn.Module) -> bool:
 def _watch() -> None:
     register_module_module_registration_hook(_on_module)
     register_module_parameter_registration_hook(cast("AnyCallable", _on_parameter))  # its type lacks a result
+    torchs = nn.utils.parametrize.ParametrizationList, nn.utils.parametrizations._SpectralNorm
+    for owner, name in (
+        *((kind, "__init__") for kind in torchs),
+        *((old, "apply") for old in (WeightNorm, SpectralNorm)),
+        (nn.utils.parametrize, "register_parametrization"),
+    ):
+        setattr(owner, name, _refusing(getattr(owner, name)))
+
+
+def _refusing(function: AnyCallable) -> AnyCallable:
+    """Makes a function of torch's, which takes a parameter out of its module, refuse one that is sharded first."""
+
+    @functools.wraps(function)
+    def checked(*args: Tree, **kwargs: Tree) -> Tree:
+        module, what, *_ = given = [*args, *kwargs.values()]
+        for param in (getattr(module, what, None) if isinstance(what, str) else None, *given):
+            if (flat := managing(param) or listing_of(param)) is not None:
+                (place, *_), *_ = [o.places for o in flat.originals if o.param is param] or [flat.places]
+                raise ConfigurationError(_too_late(place.module, f"{place.name}.original"))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or not _is_taken(parent) or parent._modules.get(name) is child:
         return
-    if name == "parametrizations":  # torch has taken the parameter out, and changed the module's class
-        flats = [flat for flat in parent.__dict__[_MANAGED].state().flats if flat.store.state is SUMMONED]
-        for place in [place for flat in flats for original in flat.originals for place in original.places]:
-            if place.module is parent and place.name not in parent._parameters:
-                parent.__class__ = type(parent).__bases__[0]
-                raise ConfigurationError(_too_late(parent, f"{place.name}.original"))
     new = [(path, m) for path, m in child.named_modules(prefix=name) if not _is_taken(m)]
     for path, m in new:
         for attribute, param in m._parameters.items():

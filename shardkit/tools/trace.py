@@ -481,7 +481,11 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     axes = figure.subplots()
     used: dict[str, str] = {}
     for row, rank in enumerate(trace.ranks.values()):
-        for left, right, kind, label in _pieces(rank.moments, start, end):
+        for (kind, label), group in groupby(rank.moments, key=_shown):  # those that follow each other are one
+            alike = list(group)
+            left, right = max(alike[0].start, start), min(alike[-1].end, end)
+            if right <= left:
+                continue
             used[kind] = _COLOURS[kind]
             axes.broken_barh(
                 [((left - start) / 1e3, (right - left) / 1e3)],
@@ -512,15 +516,6 @@ def plot(trace: Trace, path: str | Path, step: int | None = None) -> None:
     handles = [Patch(color=used[kind], label=kind) for kind in _COLOURS if kind in used]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path)
-
-
-def _pieces(moments: Sequence[Activity], start: float, end: float) -> Iterator[tuple[float, float, str, str]]:
-    """Yields start, end, kind and label; moments of one kind and unit that follow each other are one."""
-    for (kind, label), group in groupby(moments, key=_shown):
-        alike = list(group)
-        left, right = max(alike[0].start, start), min(alike[-1].end, end)
-        if right > left:
-            yield left, right, kind, label
 
 
 def _shown(moment: Activity) -> tuple[str, str]:

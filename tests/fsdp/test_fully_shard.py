@@ -151,21 +151,33 @@ def test_the_module_stays_what_it_was(rank: int, world_size: int) -> None:
             model.words.weight.sum()
 
 
-@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
-@on_ranks(2)
-def test_a_parametrization_of_a_summoned_module(rank: int, door: str) -> None:
-    """torch has taken the weight out, and changed the class, before it is refused."""
+@pytest.mark.parametrize("summoned", [False, True])
+@pytest.mark.parametrize("door", ["FSDP", "unflattened", "fully_shard", "dtensors"])
+@on_ranks(1, 2, 3)
+def test_a_parametrization_of_a_sharded_module(rank: int, world_size: int, door: str, summoned: bool) -> None:
+    """torch takes the weight out, and changes the class, before it registers anything."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = through(door, copy.deepcopy(plain))
     inner = getattr(model, "module", model)
     for change in (
         spectral_norm,
-        partial(register_parametrization, tensor_name="weight", parametrization=nn.Tanh()),
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        partial(
+            nn.utils.parametrize.register_parametrization, tensor_name="weight", parametrization=nn.Tanh()
+        ),
+        *(
+            [partial(register_parametrization, tensor_name="weight", parametrization=nn.Tanh())]
+            if summoned or door != "FSDP"  # torch has no such parameter where it is imported so
+            else ()
+        ),
     ):
         with pytest.raises(
             ConfigurationError, match=r"'weight\.original' is put into a Linear whose parameters"
         ):
-            with sharding_of(model).summon_full_params():
+            with sharding_of(model).summon_full_params() if summoned else contextlib.nullcontext():
                 change(inner[1])
         assert type(inner[1]) is nn.Linear
     for m in (model, plain):

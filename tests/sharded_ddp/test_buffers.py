@@ -152,7 +152,8 @@ def test_what_is_registered_later(rank: int, world_size: int, how: str, broadcas
     assert_same(wrapped, plain)
     if broadcast:
         model[1].register_buffer("own", torch.full((2,), float(rank + 1)))
-        wrapped(batch(rank, 0, 4 + rank))  # another batch size is no other buffer
+        for step in range(2):  # another batch size is no other buffer
+            wrapped(batch(rank, step, 4 + rank))
         assert model[1].own.tolist() == [1.0, 1.0]
     else:
         model[1].by.fill_(rank)

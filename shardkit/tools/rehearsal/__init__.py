@@ -39,6 +39,7 @@ from shardkit.backends.simulated import (
 )
 from shardkit.backends.simulated.process_group import DevicesOnHost, ProcessGroupOfThreads, host_for_devices
 from shardkit.errors import ConfigurationError, RankFailedError
+from shardkit.launching.started import variables_of_rank
 from shardkit.optimizers.shards import changed_by_steps, listing_of
 from shardkit.tools.verify import EXACT, Moment, Tensors, Trace, first_parting
 from shardkit.torch_seams.tensors import as_plain, local_of
@@ -273,7 +274,16 @@ class _Rehearsal:
         self._ranks = []
         for number in range(world_size):
             everyone = SimulatedGroup(self._backend, self._threads, line, number)
-            self._ranks.append(Rank(number, everyone, surroundings.environment_of(number, world_size)))
+            environment = {
+                **os.environ,
+                **variables_of_rank(number, world_size, 29500),
+                "MASTER_ADDR": "localhost",
+                "OMP_NUM_THREADS": "1",
+                "TORCHELASTIC_RUN_ID": "rehearsal",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+            }
+            self._ranks.append(Rank(number, everyone, environment))
 
     def run(
         self,

@@ -41,7 +41,6 @@ from shardkit.backends.eager import worlds_of_ranks
 from shardkit.backends.simulated import Condition, Line, RankThreads, SimulatedGroup
 from shardkit.backends.simulated.process_group import ProcessGroupOfThreads
 from shardkit.errors import BackendError, ConfigurationError
-from shardkit.launching.started import variables_of_rank
 from shardkit.optimizers.shards import take_part
 from shardkit.torch_seams.tensors import LiveTensors, parts_with_memory
 from shardkit.types import Framework, StateDict, Tree
@@ -448,18 +447,6 @@ def surroundings(shown: Sequence[int]) -> Iterator[None]:
         sys.modules["__main__"] = RankMain(main)
         stack.callback(sys.modules.__setitem__, "__main__", main)
         yield
-
-
-def environment_of(rank: int, world_size: int) -> dict[str, str]:
-    return {
-        **os.environ,
-        **variables_of_rank(rank, world_size, 29500),
-        "MASTER_ADDR": "localhost",
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_RUN_ID": "rehearsal",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
 
 
 def _breakpoint(*_: object, header: str | None = None, **__: object) -> None:

@@ -229,19 +229,6 @@ def first_parting(got: Sequence[Moment], want: Sequence[Moment], tolerance: Tole
     return None
 
 
-def largest_difference(got: Sequence[Moment], want: Sequence[Moment]) -> float:
-    """Finds the largest absolute difference of any gradient or parameter in two runs with the same names and shapes."""
-    return max(
-        (
-            differing(dense(tensor), dense(other[name]))[1]
-            for a, b in zip(got, want, strict=True)
-            for mine, other in ((a.gradients, b.gradients), (a.parameters, b.parameters))
-            for name, tensor in mine.items()
-        ),
-        default=0.0,
-    )
-
-
 # ------------------------------------------------------------ an experiment
 
 Unit = Callable[[nn.Module], nn.Module]
@@ -538,8 +525,13 @@ class Verifier:
             try:
                 got = traces[library] = pickle.loads(pool.run(_run, library, task)[0])
                 parting = first_parting(got, truth, chosen)
-                largest = largest_difference(got, truth) if parting is None else None
-                sides.append(Side(library, parting, largest))
+                gaps = [  # of any gradient or parameter
+                    differing(dense(tensor), dense(other[name]))[1]
+                    for a, b in (zip(got, truth, strict=True) if parting is None else ())
+                    for mine, other in ((a.gradients, b.gradients), (a.parameters, b.parameters))
+                    for name, tensor in mine.items()
+                ]
+                sides.append(Side(library, parting, max(gaps, default=0.0) if parting is None else None))
             except RankFailedError as error:
                 sides.append(Side(library, failure=error.remote_traceback))
         between = first_parting(traces["shardkit"], traces["fairscale"], chosen) if len(traces) == 2 else None
