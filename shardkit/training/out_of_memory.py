@@ -334,7 +334,15 @@ class SkipOutOfMemory:
         self._refuse_statistics()
         self.skipped, self.rank = False, None
         self._calls = IssuedCalls()
-        self._note_buffers()
+        self._absent = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is None]
+        places = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
+        if len(places) != len(self._buffers) or any(
+            b is not old or copy.shape != b.shape or copy.device != b.device or copy.dtype != b.dtype
+            for (_, _, b), (_, _, old, copy) in zip(places, self._buffers, strict=True)
+        ):
+            self._buffers = [(m, n, b, torch.empty_like(b)) for m, n, b in places]
+        for _, _, buffer, copy in self._buffers:
+            copy.copy_(buffer.detach())
         self._versions = [p._version for p in self._parameters()]
         self._backwards = [u.unit.backwards for u in self._units]
         heard = [*self._groups, *(u.post_forward_mesh for u in self._units)]
@@ -381,17 +389,6 @@ class SkipOutOfMemory:
 
     def _has_stepped(self) -> bool:
         return self._versions != [p._version for p in self._parameters()]
-
-    def _note_buffers(self) -> None:
-        self._absent = [(m, n) for m in self._modules for n, b in m._buffers.items() if b is None]
-        places = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
-        if len(places) != len(self._buffers) or any(
-            b is not old or copy.shape != b.shape or copy.device != b.device or copy.dtype != b.dtype
-            for (_, _, b), (_, _, old, copy) in zip(places, self._buffers, strict=True)
-        ):
-            self._buffers = [(m, n, b, torch.empty_like(b)) for m, n, b in places]
-        for _, _, buffer, copy in self._buffers:
-            copy.copy_(buffer.detach())
 
     def _global_rank(self) -> int:
         group = self._groups[0]

@@ -586,6 +586,9 @@ class WholeParameters(Optimizer):
                 f"a step of {self._names[ranks]}",
                 [f"parameter {p.name!r}" for p in self._parts if p.is_cleared and p.flat in mine],
             )
+        for listing in [r for f in flats if f.unused.is_noted for r in f.listings if r.param.grad is None]:
+            for k, _ in enumerate(listing.originals, listing.first):  # all ranks have cleared it
+                listing.flat.unused.originals[k] = True
 
     def _changed(self) -> None:
         """Lets who keeps gathered values know that shards have others, which were written past their versions."""
