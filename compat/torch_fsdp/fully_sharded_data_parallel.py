@@ -626,7 +626,7 @@ class FullyShardedDataParallel(StandIn):
             {**g, "params": sorted(own) if by_name else own}
             for g, own in zip(optim_state_dict["param_groups"], listed, strict=True)
         ]
-        states = {new.get(k, k): v for k, v in optim_state_dict["state"].items()}
+        states = {new.get(k, k): v for k, v in optim_state_dict.get("state", {}).items()}
         return {**optim_state_dict, "state": states, "param_groups": groups}
 
 
@@ -814,7 +814,7 @@ def _first_of(model: nn.Module) -> tuple[FullyShardedDataParallel, StateDictSett
 
 
 def _cut(model: nn.Module, optim: Optimizer, state: SavedState) -> StateDict:
-    part = _part(model, optim, state.get("param_groups", ()), from_state(_plain(state["state"])))
+    part = _part(model, optim, state.get("param_groups", ()), from_state(_plain(state.get("state", {}))))
     if "param_groups" not in state:  # whoever left them out has them
         del part["param_groups"]
     return part

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ from ..reduction.compression import check_compressible
 from ..reduction.ordered import announced, check_order, refuse_other, refuse_replicas
 from ..torch_seams.tensors import check_within, dimension_of, is_dtensor, memory_of, mesh_over, move_buffers
 from ..types import Facts, Memo, ProcessGroup, Tree
-from .flat_param import FlatParam, Stored, no_values, own_shard, put_together
+from .flat_param import FlatParam, RegisteredShard, Stored, no_values, own_shard, put_together
 from .optimizer_check import first_steps, local_steps, notice_scaling, watch_steps
 from .originals import (
     COPIED,
@@ -728,9 +728,10 @@ def _borrow(found: Found) -> list[FlatParam]:
         original.places.append(place)
         hide(place, original.param)
         for listing in flat.listings:
-            if is_dtensor(listing.param) and listing.originals[0] is original:
-                register(place, cast("nn.Parameter", listing.param))  # state dicts have it under each name
-                place.module.__dict__.pop(place.name, None)
+            if isinstance(listing, RegisteredShard) and listing.original is original:
+                register(place, listing.param)  # state dicts have it under each name
+                if is_dtensor(listing.param):
+                    place.module.__dict__.pop(place.name, None)
         flat.is_borrowed = True
     return found.lenders()
 

@@ -295,6 +295,9 @@ def _as_torch_has_it(rank: int, world_size: int) -> None:
     assert without.keys() == {"state"}
     to_load = FSDP.optim_state_dict_to_load(model, optimizer, without)
     assert to_load.keys() == {"state"}
+    of_sgd = {"param_groups": found["param_groups"]}  # as DCP has it where no parameter has state
+    assert FSDP.optim_state_dict_to_load(model, optimizer, of_sgd)["state"] == {}
+    assert FSDP.rekey_optim_state_dict(of_sgd, OptimStateKeyType.PARAM_ID, plain)["state"] == {}
     for part in (
         {**to_load, "param_groups": own["param_groups"]},
         FSDP.scatter_full_optim_state_dict(without if rank == 0 else None, model, optim=optimizer),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardkit import ConfigurationError, LifecycleError, OutOfStepError, ReshardPolicy, sharding_of, summary
-from tests.beside import assert_same
+from tests.beside import assert_same, mean_square, steps_beside
 from tests.doors import DOORS, through
 from tests.figures.counters import OperationCounter
 from tests.figures.gpt import AdaptedLinear
@@ -40,6 +40,33 @@ class Stack(nn.Module):
             x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
         out: torch.Tensor = self.head(self.frozen(x))
         return out
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("door", ["unflattened", "fully_shard", "dtensors", "torch_fsdp_orig"])
+@on_ranks(2)
+def test_a_weight_of_two_units_is_frozen_through_either(rank: int, world_size: int, door: str) -> None:
+    """The second one's parameters() lacked it, so that it trained on, silently."""
+    plain, model = Tied(), Tied()
+    wrapped = through(door, model, "one", "two")
+    for m in (plain, model):
+        assert len([*m.two.parameters()]) == 2
+        m.two.requires_grad_(False)
+    steps_beside(rank, world_size, wrapped, plain, mean_square)
+    for m in (plain, model):
+        m.one.requires_grad_()
+    steps_beside(rank, world_size, wrapped, plain, mean_square)
+    assert_same(wrapped, plain)
 
 
 def _sharded(model: Stack, wrap: str, **options: Any) -> nn.Module:
