@@ -152,6 +152,7 @@ def _innermost(stack: Iterable[tuple[FrameType, int]]) -> tuple[SourceLine, int]
 # ------------------------------------------------------------ a thread at one moment
 _C10D = dist.distributed_c10d.__file__
 _DISTRIBUTED = os.path.dirname(dist.__file__)
+_WAIT_TENSOR, _INSIDE = (os.path.join(_DISTRIBUTED, "_functional_collectives.py"), "wait_tensor"), 6  # frames
 _BACKENDS = os.path.dirname(os.path.dirname(__file__))
 _RUN_BACKWARD: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugger.py")
@@ -245,6 +246,8 @@ def issued_of_torch() -> dict[str, int]:
 # ---------------------------------------------------------------- reading a stack, innermost frame first
 def _collective(frames: list[FrameType]) -> tuple[str, str, int]:
     """Returns operation, group and peer of the collective that the innermost frame waits in."""
+    if _WAIT_TENSOR in [(f.f_code.co_filename, f.f_code.co_name) for f in frames[:_INSIDE]]:
+        return "wait_tensor", "", -1  # as DTensors wait: which group's it is does not show
     if frames[0].f_code.co_filename != _C10D:
         # in one of the caller's variables: a work of torch's; our own calls say more themselves
         is_ours, held = frames[0].f_code.co_filename.startswith(_BACKENDS), list(frames[0].f_locals.values())

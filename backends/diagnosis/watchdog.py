@@ -551,8 +551,14 @@ def end_vain_wait(
     if not of_torch and break_waits is not None:
         break_waits()
     for pg in list(dist.distributed_c10d._world.pg_map) if of_torch else ():
-        if position.group in ("", str(pg.group_name)):
-            _break(pg)
+        other = next((r for r in range(pg.size()) if r != pg.rank()), None)
+        for device in pg._device_types if position.group in ("", str(pg.group_name)) else ():
+            backend = pg._get_backend(device)
+            with contextlib.suppress(RuntimeError):
+                if backend.name() != "gloo":
+                    backend.abort()
+                elif other is not None:
+                    backend.recv([torch.empty(1, device="cpu")], other, 0x5AFE).wait(_NOTHING)  # type: ignore[attr-defined]
     until = time.monotonic() + _LAST_WORDS
     while time.monotonic() < until:
         time.sleep(_LOOK)
@@ -564,17 +570,6 @@ def end_vain_wait(
             return
     print(f"{message}\nIts wait can't be ended, so this process ends.", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def _break(pg: dist.ProcessGroup) -> None:
-    other = next((r for r in range(pg.size()) if r != pg.rank()), None)
-    for device in pg._device_types:
-        backend = pg._get_backend(device)
-        with contextlib.suppress(RuntimeError):
-            if backend.name() != "gloo":
-                backend.abort()
-            elif other is not None:
-                backend.recv([torch.empty(1, device="cpu")], other, 0x5AFE).wait(_NOTHING)  # type: ignore[attr-defined]
 
 
 _watchdog = Watchdog()

@@ -730,8 +730,7 @@ def _borrow(found: Found) -> list[FlatParam]:
         for listing in flat.listings:
             if isinstance(listing, RegisteredShard) and listing.original is original:
                 register(place, listing.param)  # state dicts have it under each name
-                if is_dtensor(listing.param):
-                    place.module.__dict__.pop(place.name, None)
+                place.module.__dict__.pop(place.name if listing.spec else "", None)  # of a DTensor
         flat.is_borrowed = True
     return found.lenders()
 

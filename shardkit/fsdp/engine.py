@@ -558,7 +558,7 @@ class Engine:
         self._ahead: list[int] = []  # for each, up to where units are gathered then (exclusive)
         self._order_of_ends: list[tuple[Unit, int]] = []
         self._checkpoints: list[int] = []  # of each call the checkpoint around it, by number; -1 for none
-        self._plan = BackwardPlan((), (), (), (), ())
+        self._plan, self._way = BackwardPlan((), (), (), (), ()), ""
         self._reductions: list[Unit | SmallUnits] = []  # of the plan, small ones in rows
         self._due: list[int] = []  # of these, as the plan's
         self._frozen: dict[Group, list[Unit]] = {}  # of the plan, that may lie behind something trainable
@@ -605,8 +605,12 @@ class Engine:
                 unit.release()
             if unit.keeps_between:
                 unit.forget_between()
-        if self._held or self._keeping:
-            self._drop_outdated()
+        for flat in [*self._held]:  # what stays from step to step is freed where the shards have changed
+            if flat.held_at != flat.version:
+                flat.drop()
+                self._held.remove(flat)
+        for unit in self._keeping:
+            unit.give_back_frozen(outdated=True)
         self.recording = torch.is_grad_enabled()
         if self.recording:
             self.state.began = next(moments)
@@ -618,15 +622,6 @@ class Engine:
                 self._replan = unit.notice_trainable() or self._replan
                 if is_first:
                     unit.is_reached = False
-
-    def _drop_outdated(self) -> None:
-        """Frees what stays from step to step where the shards have changed."""
-        for flat in self._held:
-            if flat.held_at != flat.version:
-                flat.drop()
-        self._held = [f for f in self._held if f.held_at is not None]
-        for unit in self._keeping:
-            unit.give_back_frozen(outdated=True)
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
@@ -746,9 +741,13 @@ class Engine:
         )
         for k, unit in enumerate(self._plan.gathers):
             unit.position = k
+        # ranks compare it: what is gathered together, or stays so, does not tell which units forward called
+        labels = [u.flats[0].label for u in self._plan.reductions]
+        others = [text if len(labels) < 9 else text.partition(", unit ")[2] for text in labels[1:]]
+        left = [f"without {u.name}" for u in self.units if u.is_trainable and u not in self._plan.reductions]
+        self._way = ", ".join(["", *labels[:1], *others, *left])
         self._reductions = rows_of_small(self._plan.reductions)
-        sizes = [len(row.units) if isinstance(row, SmallUnits) else 1 for row in self._reductions]
-        ends = list(itertools.accumulate(sizes))
+        ends = [*itertools.accumulate(len(getattr(row, "units", (row,))) for row in self._reductions)]
         self._due = [bisect_right(ends, due) for due in self._plan.due]  # rows that backward has left
         ends = _ends_of_rows(self._order)
         self._ahead = [ends[min(k + self._prefetch, len(ends) - 1)] for k in range(len(ends))]
@@ -828,7 +827,7 @@ class Engine:
             for flat in self._first_of_group:  # else another root's reductions could be met
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
                 behind = ", past " + ", ".join(past) if past else ""
-                flat.group.channel("parameters").agree(f"backward through {flat.label}{behind}")
+                flat.group.channel("parameters").agree(f"backward through {flat.label}{self._way}{behind}")
         for flat in self._flats:
             if flat.store.state is LOCKED:
                 flat.store.unlock()

@@ -952,6 +952,8 @@ class Joined:
     def __init__(self, stores: tuple[Stored, ...]) -> None:
         first, sizes = stores[0], [store._layout.shard_numel for store in stores]
         self._stores, self._backend, self._waiting = stores, first._backend, 0
+        others = [store._flat.label.partition(", unit ")[2] for store in stores[1:]]
+        self._label = ", ".join([first._flat.label, *others])  # "parameters 0 of blocks.1, unit 2, 3, 4"
         world_size = first._group.world_size
         # made when first needed, maybe in an evaluation; used in training, too
         with torch.inference_mode(False):
@@ -970,11 +972,10 @@ class Joined:
             store.state = GATHERING
         self._backend.take_storage(self._full)
         self._waiting = len(stores)
-        label, parts, sent = first._flat.label, self._parts, first.sent()
+        parts, sent, label = self._parts, first.sent(), self._label
         self.own = None
         if len(stores) > 1:
             torch.cat([store.sent().to(first._device) for store in stores], out=self._part)  # casts
-            label = f"{label} and {len(stores) - 1} more"
         elif self._other is not None and sent.dtype == first._dtype and sent.device == first._device:
             self.own, parts = sent, (self._other,)
         else:

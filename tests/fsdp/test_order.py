@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
-from shardkit import FSDP, OSS, ReducePolicy, ShardedDDP, WholeParameters, fully_shard, sharding_of
+from shardkit import (
+    FSDP,
+    OSS,
+    ReducePolicy,
+    ReshardPolicy,
+    ShardedDDP,
+    WholeParameters,
+    fully_shard,
+    sharding_of,
+)
 from shardkit.errors import LifecycleError, OutOfStepError
 from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import assert_same
@@ -337,6 +347,47 @@ def test_roots_in_another_order_on_processes() -> None:
             assert {found[-1] for found in re.findall(words, ends[0])} == {"3", "4"}, ends
 
 
+class Chosen(nn.Module):
+    """Units of equal shapes, of which those that are named are called in that order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, *calls: int) -> torch.Tensor:
+        return sum(self.parts[k](x) for k in calls)  # type: ignore[no-any-return]
+
+
+def _goes_its_way(rank: int, door: str, ways: Sequence[Sequence[int]], waits: bool) -> str:
+    """All has been gathered, in one message, before ranks part: gradients alone travel, if they do not wait."""
+    strategy = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    keeps = strategy if door.startswith("torch") else {"reshard": ReshardPolicy(after_forward=False)}
+    model = through(door, build(Chosen), *(f"parts.{k}" for k in range(3)), **keeps)
+    try:
+        for step in range(4):
+            with sharding_of(model).no_sync() if waits and step == 1 else contextlib.nullcontext():
+                model(torch.ones(1, WIDTH), *ways[rank] if step == 1 else range(3)).sum().backward()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("door", "ways", "waits"),
+    [
+        ("FSDP", ((0, 1, 2), (0, 2)), False),  # its process was aborted: gloo got a message of another size
+        ("dtensors", ((0, 1), (0, 2)), False),  # the rest got each other's gradients,
+        ("torch_fsdp_orig", ((0, 1, 2), (0, 2, 1)), False),
+        ("fully_shard", ((0, 1, 2), (0, 2, 1)), True),  # and weights
+    ],
+)
+def test_small_units_that_one_rank_calls_otherwise(door: str, ways: Any, waits: bool) -> None:
+    """Layers that ranks drop by random numbers of their own."""
+    words = r"parameters 0 of [\w.]+, unit ([\d, ]+)" if waits else r"backward through [^)]*"
+    for end in run_once(2, "gloo", _goes_its_way, door, ways, waits):
+        assert len(set(re.findall(words, end))) > 1, end
+
+
 def _updates(rank: int, optimizer: str, saves: bool) -> str:
     """Two optimizers over equal shapes, which one rank alone steps, or saves, in the opposite order."""
     torch.manual_seed(5)
@@ -394,6 +445,20 @@ def _clears(rank: int, door: str) -> str:
     except OutOfStepError as error:
         return str(error)
     return ""
+
+
+def _clears_at_last(rank: int) -> str:
+    try:
+        _trained("dtensors", lambda step: step == 2 and rank == 1)
+    except RuntimeError as error:  # rank 0 waits in a collective of torch's
+        return str(error)
+    return ""
+
+
+def test_a_step_that_is_refused_while_others_read_dtensors() -> None:
+    """They waited for each other until the process group's timeout."""
+    refused = run_once(2, "gloo", _clears_at_last)[1]
+    assert re.search(r"without the gradients of .*; rank 0 is in torch.distributed's wait_tensor", refused)
 
 
 def _check_cleared(ends: list[str]) -> None:
