@@ -1460,7 +1460,7 @@ class RegisteredShards:
             with as_plain():
                 own.add_(gradient)
             # one that stood for a gradient under ``no_sync`` was this rank's own, and plain
-            self._mark(before, kind)
+            mark(before, kind)
         elif there or hooked:
             for p, view in zip(self.params, self._views(gradient, had, kind), strict=True):
                 if view is not None:
