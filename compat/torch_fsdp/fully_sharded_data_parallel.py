@@ -795,12 +795,12 @@ def _follow(unit: nn.Module, _: object) -> None:
     if unit._state.is_root is False or not unit._use_orig_params:
         return  # inside of one that has been called
     flats = {*unit._state.all_flats()}
-    for found in gc.get_objects():
-        if issubclass(type(found), Optimizer) and not isinstance(found, OSS | WholeParameters):
-            groups = getattr(found, "param_groups", ())  # one that combines others may have none
-            own = [p for g in groups for p in g["params"] if managing(p) in flats]
-            if own and not any(found.state.get(p) for p in own):
-                follow_shards(found)
+    # listed first: before torch 2.10 no tensor may come to its end while all objects are looked at
+    for found in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+        groups = getattr(found, "param_groups", ())  # one that combines others may have none
+        own = [p for g in groups for p in g["params"] if managing(p) in flats]
+        if own and not isinstance(found, OSS | WholeParameters) and not any(map(found.state.get, own)):
+            follow_shards(found)
 
 
 # ------------------------------------------------------------ optimizer state
