@@ -101,7 +101,7 @@ class ReduceScatterPlan:
         self.sizes = list(sizes)
         world_size = len(sizes)
         self.largest = max(sizes)
-        self.in_rounds = world_size > 2 and world_size * self.largest > ROUNDS_ABOVE
+        self.in_rounds = world_size * self.largest > ROUNDS_ABOVE
         self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
 
 
@@ -583,14 +583,14 @@ class C10dGroup(Group):
             return self._reduce_scatter(as_real(shard), as_real(input), doubled, op, async_op, label)
         if shard.requires_grad or input.requires_grad:
             shard, input = shard.detach(), input.detach()
-        plan = plan_of(self.rank, tuple(parts))
-        if plan.in_rounds:
-            return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
         # of two ranks the own part stays where it is, and the other's is added to where it arrives
         if self.world_size == 2:
             pieces = torch.split_with_sizes(input, parts)
             after = functools.partial(accumulate, shard, pieces[self.rank], shard, op, 2)
             return self.exchange(shard, pieces[1 - self.rank], after=after, async_op=async_op, label=label)
+        plan = plan_of(self.rank, tuple(parts))
+        if plan.in_rounds:
+            return self._reduce_scatter_in_rounds(shard, input, plan, op, async_op, label)
         # the own part is copied, so that the input need not be taken apart
         received, come = input.new_empty(plan.own * self.world_size), [plan.own] * self.world_size
         work = self._start(self.process_group.alltoall_base, received, input, come, plan.sizes)

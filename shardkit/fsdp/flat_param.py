@@ -1105,6 +1105,7 @@ Registered: TypeAlias = "FlatParam | RegisteredShard"
 """Says for what a registered parameter is listed: all of a flat parameter, or one original parameter of it."""
 
 _grad_of, _address_of, _local_of = attrgetter("grad"), torch.Tensor.data_ptr, attrgetter("_local_tensor")
+_storage_of = torch.Tensor.untyped_storage  # of a DTensor empty, and all that setting its ``data`` replaces
 _offset_of, _shape_of = attrgetter("offset"), attrgetter("shape")
 _hooks_of, _later_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
@@ -1158,9 +1159,7 @@ class RegisteredShard:
         self.layout, self.offset, self.shape = listed
         self.numel = numel = math.prod(self.shape)
         self.spec = spec
-        part = values[self.offset : self.offset + numel].view(self.shape)
-        if original.is_apart:
-            part = original.part
+        part = original.part if original.is_apart else values.narrow(0, self.offset, numel).view(self.shape)
         with as_tensors():
             trains = original.param.requires_grad
         self.param = (
@@ -1271,12 +1270,14 @@ class RegisteredShards:
 
     def __getstate__(self) -> StateDict:
         """Returns what a copy or a file takes: tensors that registered parameters have are theirs alone."""
-        gone = ("params", "_locals", "versioned", "_addresses", "_gradients", "_made")
+        gone = ("params", "_locals", "_storages", "versioned", "_addresses", "_gradients", "_made")
         return {name: value for name, value in self.__dict__.items() if name not in gone}
 
     def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
         self.params = list(map(_param_of, self.each))
+        self._locals: list[torch.Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []
         self._gradients = self._made = None
 
     def _note_memory(self, shard: torch.Tensor) -> None:
@@ -1285,6 +1286,7 @@ class RegisteredShards:
         self.versioned = [*self.params, *self._locals, shard] if self.are_dtensors else self.params
         has_memory = not shard.is_meta and not self._are_apart
         self._addresses = list(map(_address_of, self._locals)) if has_memory else []
+        self._storages = list(map(_storage_of, self.params)) if has_memory and self.are_dtensors else []
 
     # ------------------------------------------------------------ values
     def are_views(self) -> bool:
@@ -1293,7 +1295,8 @@ class RegisteredShards:
         now = map(_local_of, self.params) if self.are_dtensors else self._locals
         if not self._addresses:
             return all(map(is_, now, self._locals))
-        return list(map(_address_of, now)) == self._addresses
+        is_set = not all(map(is_, self._storages, map(_storage_of, self.params)))  # ``data``, see collected
+        return not is_set and list(map(_address_of, now)) == self._addresses
 
     def are_alike(self) -> bool:
         """Says whether what modules list now is of one dtype and device: not while some modules have moved."""
@@ -1305,8 +1308,14 @@ class RegisteredShards:
         """Returns a shard [S] with their values; they become views of it.
 
         Raises:
-            LifecycleError: some of them have got memory, and others are on the meta device.
+            LifecycleError: some of them have got memory, and others are on the meta device; ``data`` of some was set.
         """
+        for r, p, local, storage in zip(self.each, self.params, self._locals, self._storages, strict=False):
+            if p._local_tensor is local and _storage_of(p) is not storage:
+                self._storages = list(map(_storage_of, self.params))  # once: training can go on
+                raise LifecycleError(
+                    f"setting data of {r.label}, a DTensor, changes no values: p.copy_() under no_grad does"
+                )
         for r in self.each:
             module, name = r.places[0]
             now = module._parameters.get(name)

@@ -491,10 +491,8 @@ class StoredPack(GradientPack):
     def _lay_out(self) -> None:
         self._packed = torch.empty(self._form.starts[-1], dtype=self._dtype, device=self._device)
         shapes = list(map(_shape_of, self._originals))
-        # of two ranks, each of which makes the mean itself
-        self._exchanges = self._group.exchanges and self._op is ReduceOp.AVG and not self._in_blocks
-        keeper = self._group.rank if self._exchanges else None
-        self._pack = WrittenPack(self._form, self._packed, shapes, None, self._in_blocks, keeper)
+        mean_over = self._group if self._op is ReduceOp.AVG else None
+        self._pack = WrittenPack(self._form, self._packed, shapes, None, self._in_blocks, mean_over)
         self._group.backend.release_storage(self._packed)
 
     def reduce(self, gradients: list[torch.Tensor | None]) -> Reduction:
@@ -503,7 +501,7 @@ class StoredPack(GradientPack):
         had_all = False not in compress(had, self.trainable)
         kept = self._pack.write(gradients, None if had_all else had)
         gradients.clear()
-        if self._exchanges:
+        if self._pack.exchanges:
             label = f"gradients of {self._flat.label}{self._more}"
             return had, had_all, *self._pack.exchange(self._group, kept, label)
         return self._scatter(self._packed, had, had_all)

@@ -160,9 +160,8 @@ class Bucket:
         self.packed = slot[: plan.nbytes].view(plan.wire)
         shapes, strides = [p.shape for p in self.params], [dense_strides(p) for p in self.params]
         self.has_mean = has_mean(plan.wire) or plan.blocks is not None
-        self.exchanges = group.exchanges and self.has_mean and plan.blocks is None and policy.order is None
-        keeper = group.rank if self.exchanges else None
-        self.pack = WrittenPack(plan.form, self.packed, shapes, strides, plan.blocks is not None, keeper)
+        mean_over = group if self.has_mean and policy.order is None else None
+        self.pack = WrittenPack(plan.form, self.packed, shapes, strides, plan.blocks is not None, mean_over)
         self.compressed = (
             None
             if plan.blocks is None
@@ -364,7 +363,7 @@ class Reducer(ToOwners):
                 shard, work = exchange(
                     self._group, bucket.packed, bucket.form.sizes, self._microbatches, bucket.label
                 )
-            elif bucket.exchanges:
+            elif bucket.pack.exchanges:
                 shard, work = bucket.pack.exchange(self._group, kept, bucket.label)
             else:
                 sizes = bucket.form.sizes

@@ -115,7 +115,8 @@ class WrittenPack:
         packed: that memory, [N]; it needs to be there while something is written.
         strides: of each, where they are not contiguous.
         in_blocks: it travels as blocks, whose scales are those of all that is in them.
-        keeper: the rank whose part is not written, but completed by :meth:`exchange`; None: all are.
+        mean_over: ranks of which each gets the mean of its part, as plain numbers. Two of them may exchange parts
+            (``exchanges``): their own are not written then, but completed by :meth:`exchange`.
     """
 
     def __init__(
@@ -125,9 +126,11 @@ class WrittenPack:
         shapes: Sequence[Sequence[int]],
         strides: Sequence[Sequence[int]] | None = None,
         in_blocks: bool = False,
-        keeper: int | None = None,
+        mean_over: Group | None = None,
     ) -> None:
         self._packed, self._parts = packed, packed.split_with_sizes(form.sizes)
+        self.exchanges = mean_over is not None and mean_over.exchanges and not in_blocks
+        keeper = mean_over.rank if mean_over is not None and self.exchanges else None
         whole: list[Piece] = []
         cut: dict[int, list[Piece]] = {}  # of gradients that lie in several parts, in order
         for p in form.pieces:
@@ -161,9 +164,7 @@ class WrittenPack:
         flags = list(map(itemgetter(1), self._flags))
         self._targets += flags
         self._ones = list(map(torch.ones_like, flags))
-        self._gaps = []
-        for start, numel in _gaps_in(form, in_blocks):
-            self._gaps.append(packed[start : start + numel])
+        self._gaps = [packed[start : start + numel] for start, numel in _gaps_in(form, in_blocks)]
 
     def write(
         self, gradients: Sequence[torch.Tensor | None], had: Sequence[bool] | None

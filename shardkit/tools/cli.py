@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import importlib
 import itertools
@@ -74,8 +75,8 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
-    parser.add_argument(name, action="store_true", help=text)
+def _switch(parser: argparse.ArgumentParser, name: str, text: str, unset: bool | None = False) -> None:
+    parser.add_argument(name, action="store_true", default=unset, help=text)
 
 
 def _ckpt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,8 +204,7 @@ few that it starts, or by those of the job. Each finding comes with what to do. 
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", type=int, help="of the job that limits have to do for (default: this job's, or 8)")
+    parser.add_argument("--ranks", type=int, help="of the job that limits are for (default: this one, or 8)")
     _switch(parser, "--json", "prints data, not text")
 
 
@@ -423,12 +423,8 @@ def _rehearse_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--show", type=_shown, default="0", help='ranks whose output is shown, as 0,3, or "all" or "none"')
     _switch(parser, "--no-memory", "does not count bytes in tensors: faster")
-    add(
-        "--cpu",
-        action="store_true",
-        default=None,
-        help="CUDA devices that the script names mean the CPU (default: where there is no CUDA)",
-    )
+    text = "CUDA devices that the script names mean the CPU (default: where there is no CUDA)"
+    _switch(parser, "--cpu", text, unset=None)
     _switch(parser, "--compare", "runs it on one rank too, on the batches of all, for its losses")
     _switch(parser, "--bits", "tells the first bit in which numbers of ranks differ (docs/SAME_BITS.md)")
     add("--timeout", type=float, help="seconds (default: no limit)")
@@ -638,18 +634,17 @@ def _verify(options: argparse.Namespace) -> int:
     from shardkit.tools.verify import verify
 
     how = {name: getattr(options, name) for name in ("strategy", "steps", "bits")}
-    given = dict(map(_option, options.option))
-    report = verify(options.target, world_size=options.ranks, options=given, **how)
+    report = verify(
+        options.target, world_size=options.ranks, options=dict(map(_option, options.option)), **how
+    )
     print(report)
     return 0 if report.agrees else 1
 
 
 def _option(text: str) -> tuple[str, object]:
     name, value = _pair("--option", "NAME=VALUE", text)
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        pass
     try:
         return name, _dtype("--option", value.removeprefix("torch."))
     except ConfigurationError:

@@ -158,9 +158,8 @@ def measure_files() -> OpenFiles | None:
     """Counts the files that this rank opens for a group of all ranks, and for each further one (collective)."""
     if not Path("/proc/self/fd").is_dir():
         return None
-    begin, counts = _open_files(), []
+    begin, counts, kept = _open_files(), [], []
     sizes = [dist.get_world_size(), 2]
-    kept = []
     for size in sizes:
         before = _open_files()
         kept.append(dist.new_group(list(range(size)), backend="gloo"))
@@ -206,8 +205,7 @@ def check_links(links: list[Link], hosts: list[str]) -> Iterator[Finding]:
             )
         if abs(link.clock) > _CLOCKS:
             what = f"{name}: clocks differ by {abs(link.clock):.1f} s"
-            do = "synchronize them (chrony, ntpd)"
-            yield Finding(WARNING, what, do)
+            yield Finding(WARNING, what, "synchronize them (chrony, ntpd)")
 
 
 def check_segments(host: str, sent: int, again: int) -> Iterator[Finding]:

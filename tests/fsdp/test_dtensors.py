@@ -240,6 +240,16 @@ def test_being_moved_loaded_and_copied(rank: int) -> None:
     torch.testing.assert_close(whole(model.state_dict()), {k: v.float() for k, v in before.items()})
     model(_batch(0, rank).float()).sum().backward()
     assert all(p.grad.dtype is torch.float32 for p in model.parameters() if p.grad is not None)
+    weight = model.head.weight
+    for _ in range(2):
+        weight.data = weight.data * 2  # torch replaces what the DTensor has, not what it holds
+        with pytest.raises(LifecycleError, match=r"setting data of .*head\.weight"):
+            model(_batch(0, rank).float())
+    torch.testing.assert_close(whole(model.state_dict())["head.weight"], before["head.weight"].float())
+    with torch.no_grad():
+        weight.copy_(weight * 2)
+    model(_batch(0, rank).float())
+    torch.testing.assert_close(whole(model.state_dict())["head.weight"], 2 * before["head.weight"].float())
     with torch.device("meta"):
         empty = Model().double()
     fully_shard(empty.inner, dtensors=True)

@@ -74,7 +74,7 @@ def test_two_ranks_get_the_mean_of_what_one_sent_and_one_kept(rank: int) -> None
     group = get_backend("gloo").group()
     for form in _forms():
         packed = torch.full((form.starts[-1],), float("nan"))
-        pack = WrittenPack(form, packed, SHAPES, keeper=rank)
+        pack = WrittenPack(form, packed, SHAPES, mean_over=group)
         for had in itertools.product(itertools.product([False, True], repeat=3), repeat=WORLD):
             gradients: list[list[torch.Tensor | None]] = [
                 [
