@@ -80,6 +80,7 @@ import itertools
 import sys
 import threading
 import weakref
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -170,11 +171,8 @@ def check_forward(unit: Unit) -> None:
         keys = {level.key() for level in torch._C._functorch.get_interpreter_stack() or []}
         kinds = torch._C._functorch.TransformType
         if keys & {kinds.Grad, kinds.Jvp}:
-            raise refusal(
-                unit,
-                "torch.func.grad (vjp, jvp, jacrev, hessian, ...)",
-                "torch.autograd.grad with respect to inputs",
-            )
+            instead = "torch.autograd.grad with respect to inputs"
+            raise refusal(unit, "torch.func.grad (vjp, jvp, jacrev, hessian, ...)", instead)
 
 
 def refusal(unit: Unit, what: str, instead: str = "") -> LifecycleError:
@@ -224,8 +222,7 @@ def plan_backward(
     """
     entered: dict[Unit, int] = {}
     left: dict[Unit, int] = {}
-    begun = len(calls)
-    time = 0
+    begun, time = len(calls), 0
     for ended, begun_before in reversed(ends):
         while begun > begun_before:
             begun -= 1
@@ -552,7 +549,7 @@ class Engine:
         self._calls: list[Unit] = []
         self._ends: list[tuple[Unit, int]] = []
         self._around: list[object] = []
-        self._replan = False
+        self._replan, self._trained = False, ""
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
         self._ahead: list[int] = []  # for each, up to where units are gathered then (exclusive)
@@ -622,6 +619,11 @@ class Engine:
                 self._replan = unit.notice_trainable() or self._replan
                 if is_first:
                     unit.is_reached = False
+
+    def note_trained(self) -> None:
+        """Notes what is trainable now: ranks on which something else is would reduce gradients of other sizes."""
+        trained = bytes(trains for flat in self._flats for trains in flat.trainable)
+        self._trained = f", {sum(trained)} of {len(trained)} parameters trainable ({zlib.crc32(trained):x})"
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
@@ -704,13 +706,9 @@ class Engine:
             self._around = []
             if self.in_common:
                 checkpoints = self.common.settle(checkpoints)
-            if (
-                self._replan
-                or self._calls != self._order
-                or checkpoints != self._checkpoints
-                or self._ends != self._order_of_ends
-            ):
-                self._order, self._order_of_ends, self._checkpoints = self._calls, self._ends, checkpoints
+            now = self._calls, self._ends, checkpoints
+            if self._replan or now != (self._order, self._order_of_ends, self._checkpoints):
+                self._order, self._order_of_ends, self._checkpoints = now
                 self._make_plan()
             for unit in self._plan.gathers:
                 unit.goes_backward = unit.is_reached
@@ -826,8 +824,8 @@ class Engine:
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
-                behind = ", past " + ", ".join(past) if past else ""
-                flat.group.channel("parameters").agree(f"backward through {flat.label}{self._way}{behind}")
+                way = self._way + self._trained + (", past " + ", ".join(past) if past else "")
+                flat.group.channel("parameters").agree(f"backward through {flat.label}{way}")
         for flat in self._flats:
             if flat.store.state is LOCKED:
                 flat.store.unlock()

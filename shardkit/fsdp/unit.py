@@ -906,6 +906,7 @@ class Unit:
         self.waiting = len(self.fired)
         if self.engine is not None:
             self.run_by(self.engine)
+            self.engine.note_trained()
 
     def run_by(self, engine: Engine) -> None:
         """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import traceback
 from typing import Any
 
@@ -306,6 +308,28 @@ def test_a_state_dict_of_kept_values_on_one_rank_alone(door: str, world: int, ba
     found = run_once(world, backend, _alone, door)
     assert all("sharded_state_dict() of frozen values that are kept" in said for said, _ in found)
     assert ".sharded_state_dict()" in found[0][1]
+
+
+def _frozen_on(rank: int, door: str, ranks: tuple[int, ...]) -> str:
+    """Freezes one parameter of a unit, so that its gradients are of another size, under no_sync first."""
+    model = through(door, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    try:
+        for step in range(3):
+            if step and rank in ranks:
+                next(p for p in model.parameters()).requires_grad_(False)
+            with sharding_of(model).no_sync() if step == 1 else contextlib.nullcontext():
+                model(torch.ones(1, WIDTH)).sum().backward()
+    except OutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "dtensors"])
+def test_what_one_rank_alone_freezes(door: str) -> None:
+    """gloo would end a process that gets more than it asked for."""
+    assert rank_pool(2).run(_frozen_on, door, (0, 1)) == ["", ""]
+    for said in run_once(2, "gloo", _frozen_on, door, (1,)):
+        assert re.search(r"backward through parameters .* [13] of 4 parameters trainable|gave up", said), said
 
 
 @on_ranks(2)
