@@ -101,7 +101,7 @@ class ReduceScatterPlan:
         self.sizes = list(sizes)
         world_size = len(sizes)
         self.largest = max(sizes)
-        self.in_rounds = world_size * self.largest > ROUNDS_ABOVE
+        self.in_rounds = world_size > 1 and world_size * self.largest > ROUNDS_ABOVE
         self.partners = [((rank + d) % world_size, (rank - d) % world_size) for d in range(1, world_size)]
 
 

@@ -149,6 +149,7 @@ def growth(rank: int, implementation: str, steps: int) -> dict[str, int]:
         for i in range(count):
             _train_step(trainer, "tinymlp", i, rank, 0)
         time.sleep(0.5)  # a thread of gloo lets go of what a collective sent some time after it
+        gc.collect()  # which stops tracking tuples, too
         return live_tensor_bytes(), len(gc.get_objects())
 
     before, after = run(10), run(steps)
