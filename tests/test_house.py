@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_263
+LINES = 64_258
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_091,
+    "backends": 7_089,
     "compat": 9_324,
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_488,
+    "shardkit/fsdp": 11_487,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
