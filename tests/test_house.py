@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_258
+LINES = 64_263
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
@@ -22,7 +22,7 @@ PARTS = {
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_337,
     "shardkit/optimizers": 564,
-    "shardkit/oss": 3_062,
+    "shardkit/oss": 3_067,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_679,
     "shardkit/tools": 7_386,

@@ -652,7 +652,7 @@ class GradientExchange:
             self._forwards.pop().__exit__(None, None, None)
         except RuntimeError:  # a profiler was started inside of it
             pass
-        self._buffers.changed = True
+        self._buffers.changed = self._buffers.enabled
         self.state.ended = number = next(moments)
         self.state.is_due = not self.state.accumulating
         if watch_outputs(tensors_in(outputs), partial(self.state.on_output, number)) and self.state.is_due:
@@ -715,7 +715,7 @@ class GradientExchange:
         self.state.unreduced = False
         if self.rounds is not None:
             self.rounds.end()
-        self._buffers.sync_if_changed()
+        self._buffers.sync_if_changed(new=False)
 
     @not_compiled
     def reduce_now(self) -> None:
@@ -970,8 +970,8 @@ class BufferSync:
         self._group, self._module = group, module
         self._unsaved = {(m, name) for m in module.modules() for name in m._non_persistent_buffers_set}
         self._known = list(self._look())
-        self._enabled = enabled and group.world_size > 1
-        if self._enabled and self._known:  # connections that only models with buffers need
+        self.enabled = enabled and group.world_size > 1
+        if self.enabled and self._known:  # connections that only models with buffers need
             group.channel("buffers")
         self.changed = False
         self.ranges = Ranges("buffers", group.ranks)
@@ -995,24 +995,29 @@ class BufferSync:
                     modules.append(child)
         return dict(found.values())
 
-    def sync(self) -> None:
-        """Replaces them now (every rank calls)."""
+    def sync(self, new: bool = True) -> None:
+        """Replaces them now (every rank calls); without ``new`` not those that were registered since the last time."""
         self.changed = False
         if self._group.world_size == 1:
             return
-        if (known := self._known) != (facts := list(found := self._look())):
+        known, facts = self._known, list(found := self._look())
+        if known != facts and (new or not {*known} <= {*facts}):
             self._known = facts
             others = ", ".join(sorted(map(str, {*known} ^ {*facts})))
             self._group.agree(f"buffers that were registered, removed or replaced: {others}")
-        if found:
+        self.changed = self._known != facts
+        if self._known:
             with self.ranges.buffers():
-                broadcast_together([*found.values()], self._group.channel("buffers"), "buffers of rank 0")
+                ours = list(map(found.__getitem__, self._known))
+                broadcast_together(ours, self._group.channel("buffers"), "buffers of rank 0")
 
-    def sync_if_changed(self) -> None:
-        """Replaces them after a training forward, and before one if some were registered since: it finds rank 0's."""
-        if self._enabled and (self.changed or list(self._look()) != self._known):
-            self.sync()
-        self.changed = False
+    def sync_if_changed(self, new: bool = True) -> None:
+        """Replaces them after a training forward, and before one if some were registered since: it finds rank 0's.
+
+        At the end of backward the new ones wait, for step or a forward: a rank that runs out of memory has none.
+        """
+        if self.enabled and (self.changed or (new and list(self._look()) != self._known)):
+            self.sync(new)
 
 
 def connect_sync_batch_norm(module: nn.Module, process_group: ProcessGroup, group: Group) -> None:
