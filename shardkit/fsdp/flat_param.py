@@ -1572,6 +1572,13 @@ class ShardedFlatParameter(FlatParameter):
             dimensions_asked.add(flat)
         return super().dim()
 
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        """Freezes or unfreezes all that is in it, also where it looks so already, as a part of it does."""
+        with as_tensors():
+            for original in self._flat.originals:
+                original.param.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
     @property
     def _flat(self) -> FlatParam:
         flat: FlatParam | None = shard_behind(self)

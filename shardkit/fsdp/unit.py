@@ -934,8 +934,7 @@ class Unit:
                     with as_tensors():
                         trains = any(map(_requires_grad, listing.originals))
                     if trains != now[k]:
-                        listing.param.requires_grad_(trains)
-                        now[k] = trains
+                        listing.param.requires_grad = now[k] = trains  # of this alone, unlike requires_grad_
             trained[:] = now
         if changed:
             self.attach()

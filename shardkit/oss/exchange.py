@@ -997,7 +997,6 @@ class BufferSync:
 
     def sync(self, new: bool = True) -> None:
         """Replaces them now (every rank calls); without ``new`` not those that were registered since the last time."""
-        self.changed = False
         if self._group.world_size == 1:
             return
         known, facts = self._known, list(found := self._look())

@@ -475,13 +475,8 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=_nodes, default=(1, 1), metavar="N or MIN:MAX", help="machines (default: 1)")
     add("--rdzv", dest="rendezvous", default="", metavar="HOST:PORT", help="where machines meet: one of them")
     add("--restarts", type=int, default=0, help="of all ranks, when one has failed (default: 0)")
-    add(
-        "--min-ranks",
-        dest="least",
-        type=int,
-        metavar="MIN_RANKS",
-        help="ranks on each machine to go on with, when one has failed twice (default: all)",
-    )
+    text = "ranks on each machine to go on with, when one has failed twice (default: all)"
+    add("--min-ranks", dest="least", type=int, metavar="MIN_RANKS", help=text)
     add("--id", default="", help="the run's name (default: the time; SLURM_JOB_ID)")
     add("--runs", type=Path, default=Path("runs"), help="folder of runs (default: runs)")
     add("--join-timeout", type=int, default=600, metavar="SECONDS", help="for other machines (default: 600)")

@@ -49,6 +49,27 @@ def _trained(
     return model.state_dict()
 
 
+def _unfrozen(model: nn.Module) -> dict[str, torch.Tensor]:
+    net: Any = getattr(model, "module", model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step < 2:
+            (net.first if step else net.middle).weight.requires_grad_(False)
+        if step:
+            model.requires_grad_()
+        optimizer.zero_grad()
+        model(torch.ones(3, WIDTH)).square().sum().backward()
+        optimizer.step()
+    return whole(model.state_dict())
+
+
+@pytest.mark.parametrize("door", ["FSDP", "torch_fsdp"])
+@on_ranks(1, 2, 3)
+def test_all_is_unfrozen_after_a_part_of_a_flat_parameter(rank: int, door: str) -> None:
+    """What is listed looked trainable before, as other parts of it were; with a step between, and without."""
+    torch.testing.assert_close(_unfrozen(DOORS[door](build(Net))), _unfrozen(build(Net)))
+
+
 class Scaled(Net):
     """Its middle layer is so small that one rank has all of it."""
 
