@@ -1004,8 +1004,10 @@ def test_small_words_of_torchs(rank: int) -> None:
             model.encode(x, True)
         model.reset_iter_state()
         torch.testing.assert_close(model(x), nn.functional.linear(x, *broadcast))
+    model.set_reduce_scatter_unused_params(True)  # what no rank used has no gradient, as in one process
     model.encode(x).sum().backward()
     assert model.inner.weight.grad is not None
+    assert model.inner.bias.grad is None
     torch.testing.assert_close(
         model.inner.weight.grad.full_tensor(), _mean(x.sum(0).expand(4, 4).contiguous()), rtol=1e-5, atol=1e-5
     )
