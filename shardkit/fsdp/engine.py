@@ -75,7 +75,6 @@ where the model lists it. What is called in another order later is an error, aft
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 import threading
@@ -145,9 +144,7 @@ def _refusal(other: int, doing: str, what: str) -> LifecycleError:
 EXPORT = "torch.export._trace"
 # Of this thread from torch 2.14 on, of the process before.
 _fx: Any = torch.fx._symbolic_trace
-fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or functools.partial(
-    getattr, _fx, "_is_fx_tracing_flag"
-)
+fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or (lambda: _fx._is_fx_tracing_flag)
 jit_tracing = torch._C._get_tracing_state
 transform_level = torch._C._functorch.maybe_current_level
 _INSTEAD = (
@@ -549,7 +546,7 @@ class Engine:
         self._calls: list[Unit] = []
         self._ends: list[tuple[Unit, int]] = []
         self._around: list[object] = []
-        self._replan, self._trained = False, ""
+        self._replan = False
         # of the last complete training forward:
         self._order: list[Unit] = []  # calls as they began
         self._ahead: list[int] = []  # for each, up to where units are gathered then (exclusive)
@@ -583,6 +580,7 @@ class Engine:
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.run_by(self)
+        self.note_trained()
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         # as backward leaves them
         self._on_host = [f for unit in reversed(self.units) for f in unit.flats if f.offloaded is not None]

@@ -380,6 +380,11 @@ ONCE_WRONG = {
         ("steps by signs", ("signs",), (SAME,) * 4),
     )
     for door in ("unflattened", "fully_shard", "dtensors")
+} | {
+    # what replaced memory brings anew is the same on ranks that have nothing of it
+    "values that are set, of which the last rank has none": Loop(
+        "unflattened", 3, (3, 3, 6), ("data",), (Turn(micros=2),) * 4
+    )
 }
 
 
