@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.nn.utils import clip_grad
 
 import shardkit
 from shardkit import FSDP, fully_shard, sharding_of
@@ -81,7 +82,8 @@ def test_training_with_torchs_clipping(rank: int, world_size: int, order: float)
     """Of any order where ranks have no row of a parameter, the reduced gradient added to what no_sync kept."""
     found, models = [], (_sharded(), Model().double())
     for model, parts in zip(models, ([rank], range(world_size)), strict=True):
-        clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), norm_type=order)
+        # torch_xla puts another function in the place of torch.nn.utils.clip_grad_norm_
+        clip = functools.partial(clip_grad.clip_grad_norm_, list(model.parameters()), norm_type=order)
         if world_size == 3:  # gradients are added to one by one
             model.head.weight.register_hook(lambda g: 2 * g)
         found.append(train_parts(model, _adam(model), parts, _batch, range(3), clip))
