@@ -29,7 +29,7 @@ from shardkit.torch_fsdp import FullyShardedDataParallel as TorchFSDP
 from tests.beside import assert_same
 from tests.doors import DOORS, through
 from tests.fsdp_models import WIDTH, batch, build
-from tests.pools import on_ranks, rank_pool, run_once
+from tests.pools import DEVICE, on_ranks, rank_pool, run_once
 
 
 class Cut(nn.Module):
@@ -457,6 +457,8 @@ def _clears_at_last(rank: int) -> str:
 
 def test_a_step_that_is_refused_while_others_read_dtensors() -> None:
     """They waited for each other until the process group's timeout."""
+    if DEVICE["name"] == "streams":
+        pytest.skip("there the device waits for torch's collectives, which nobody watches, as with NCCL")
     refused = run_once(2, "gloo", _clears_at_last)[1]
     assert re.search(r"without the gradients of .*; rank 0 is in torch.distributed's wait_tensor", refused)
 
