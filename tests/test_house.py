@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_261
+LINES = 64_262
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_491,
+    "shardkit/fsdp": 11_492,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,

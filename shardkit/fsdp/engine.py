@@ -82,6 +82,7 @@ import weakref
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -144,7 +145,7 @@ def _refusal(other: int, doing: str, what: str) -> LifecycleError:
 EXPORT = "torch.export._trace"
 # Of this thread from torch 2.14 on, of the process before.
 _fx: Any = torch.fx._symbolic_trace
-fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or (lambda: _fx._is_fx_tracing_flag)
+fx_tracing = getattr(_fx, "_get_is_fx_tracing", None) or partial(getattr, _fx, "_is_fx_tracing_flag")
 jit_tracing = torch._C._get_tracing_state
 transform_level = torch._C._functorch.maybe_current_level
 _INSTEAD = (
