@@ -16,7 +16,7 @@ PARTS = {
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_471,
     "shardkit/flattening": 820,
-    "shardkit/fsdp": 11_492,
+    "shardkit/fsdp": 11_494,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
@@ -25,7 +25,7 @@ PARTS = {
     "shardkit/oss": 3_066,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_679,
-    "shardkit/tools": 7_381,
+    "shardkit/tools": 7_379,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_551,
     "shardkit/training": 4_679,

@@ -581,7 +581,6 @@ class Engine:
         self._last_reduced: list[torch.Tensor] = []
         for unit in self.units:
             unit.run_by(self)
-        self.note_trained()
         self._keeping = [unit for unit in self.units if unit.keeps_frozen]
         # as backward leaves them
         self._on_host = [f for unit in reversed(self.units) for f in unit.flats if f.offloaded is not None]
@@ -619,10 +618,11 @@ class Engine:
                 if is_first:
                     unit.is_reached = False
 
-    def note_trained(self) -> None:
+    def _note_trained(self) -> str:
         """Notes what is trainable now: ranks on which something else is would reduce gradients of other sizes."""
         trained = bytes(trains for flat in self._flats for trains in flat.trainable)
-        self._trained = f", {sum(trained)} of {len(trained)} parameters trainable ({zlib.crc32(trained):x})"
+        self.trained = f", {sum(trained)} of {len(trained)} parameters trainable ({zlib.crc32(trained):x})"
+        return self.trained
 
     @not_compiled
     def before_forward(self, unit: Unit, inputs: object) -> None:
@@ -739,9 +739,10 @@ class Engine:
         for k, unit in enumerate(self._plan.gathers):
             unit.position = k
         # ranks compare it: what is gathered together, or stays so, does not tell which units forward called
-        labels = [u.flats[0].label for u in self._plan.reductions]
+        reduced = dict.fromkeys(self._plan.reductions)
+        labels = [u.flats[0].label for u in reduced]
         others = [text if len(labels) < 9 else text.partition(", unit ")[2] for text in labels[1:]]
-        left = [f"without {u.name}" for u in self.units if u.is_trainable and u not in self._plan.reductions]
+        left = [f"without {u.name}" for u in self.units if u.is_trainable and u not in reduced]
         self._way = ", ".join(["", *labels[:1], *others, *left])
         self._reductions = rows_of_small(self._plan.reductions)
         ends = [*itertools.accumulate(len(getattr(row, "units", (row,))) for row in self._reductions)]
@@ -823,7 +824,8 @@ class Engine:
         if not self.state.accumulating:
             for flat in self._first_of_group:  # else another root's reductions could be met
                 past = [o.name for o in others if isinstance(o, GradientExchange) and o.group is flat.group]
-                way = self._way + self._trained + (", past " + ", ".join(past) if past else "")
+                behind = ", past " + ", ".join(past) if past else ""
+                way = self._way + (self.trained or self._note_trained()) + behind
                 flat.group.channel("parameters").agree(f"backward through {flat.label}{way}")
         for flat in self._flats:
             if flat.store.state is LOCKED:

@@ -906,11 +906,11 @@ class Unit:
         self.waiting = len(self.fired)
         if self.engine is not None:
             self.run_by(self.engine)
-            self.engine.note_trained()
 
     def run_by(self, engine: Engine) -> None:
         """Makes what reduces its gradients, which :attr:`engine` begins; again where it has changed."""
         self.engine, self.enter_backward = engine, partial(engine.reach, self)
+        engine.trained = ""  # it may be another part now
         terms = self.replicas, self.reduce, self.divisors, self.comms
         # for training, also where the first forward is an evaluation
         with torch.inference_mode(False):

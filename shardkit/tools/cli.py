@@ -629,9 +629,8 @@ def _verify(options: argparse.Namespace) -> int:
     from shardkit.tools.verify import verify
 
     how = {name: getattr(options, name) for name in ("strategy", "steps", "bits")}
-    report = verify(
-        options.target, world_size=options.ranks, options=dict(map(_option, options.option)), **how
-    )
+    given = dict(map(_option, options.option))
+    report = verify(options.target, world_size=options.ranks, options=given, **how)
     print(report)
     return 0 if report.agrees else 1
 

@@ -158,8 +158,7 @@ def measure_files() -> OpenFiles | None:
     """Counts the files that this rank opens for a group of all ranks, and for each further one (collective)."""
     if not Path("/proc/self/fd").is_dir():
         return None
-    begin, counts, kept = _open_files(), [], []
-    sizes = [dist.get_world_size(), 2]
+    begin, counts, kept, sizes = _open_files(), [], [], [dist.get_world_size(), 2]
     for size in sizes:
         before = _open_files()
         kept.append(dist.new_group(list(range(size)), backend="gloo"))
