@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_262
+LINES = 64_254
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_089,
     "compat": 9_324,
     "shardkit": 2_427,  # the files right there
-    "shardkit/checkpoint": 6_471,
+    "shardkit/checkpoint": 6_463,
     "shardkit/flattening": 820,
     "shardkit/fsdp": 11_494,
     "shardkit/integrations": 510,

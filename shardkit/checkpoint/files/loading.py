@@ -49,19 +49,16 @@ class Damage(Exception):
     """A file is not what was written; the arguments say how."""
 
 
-def _read_into(file: BinaryIO, start: int, storage: torch.UntypedStorage) -> int:
-    """Fills a storage from a file; returns the CRC-32 of what was read."""
-    if storage.nbytes() == 0:
-        return 0
-    view, crc, done = memory_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)), 0, 0
-    file.seek(start)
-    while done < len(view):
-        piece = view[done : done + _PIECE]
+def read_into(file: BinaryIO, tensor: torch.Tensor, crc: int | None) -> int | None:
+    """Fills a contiguous tensor from where a file stands; returns the CRC-32 of what came before, and this."""
+    memory, done = memory_of(tensor), 0
+    while done < len(memory):
+        piece = memory[done : done + _PIECE]
         count = file.readinto(piece)  # type: ignore[attr-defined]
         if not count:
-            view[done:] = bytes(len(view) - done)
-            raise Damage(f"it ends {len(view) - done} bytes too early")
-        crc = zlib.crc32(piece[:count], crc)
+            memory[done:] = bytes(len(memory) - done)
+            raise Damage(f"it ends {len(memory) - done} bytes too early")
+        crc = None if crc is None else zlib.crc32(piece[:count], crc)
         done += count
     return crc
 
@@ -89,11 +86,6 @@ class View:
         data = self._file.read(left if count < 0 else min(count, left))
         self._at += len(data)
         return data
-
-    def readinto(self, target: memoryview) -> int:
-        data = self.read(len(target))
-        target[: len(data)] = data
-        return len(data)
 
     def write(self, data: bytes | memoryview) -> int:
         self._file.seek(self._start + self._at)
@@ -149,7 +141,10 @@ class Archive:
         entry = self._entry(key)
         if entry.file_size != storage.nbytes() or entry.compress_size != entry.file_size:
             raise Damage(f"its record data/{key} has {entry.file_size} bytes, expected {storage.nbytes()}")
-        crc = _read_into(self._file, self._start(entry), storage)
+        self._file.seek(self._start(entry))
+        crc: int | None = 0
+        if storage.nbytes() > 0:
+            crc = read_into(self._file, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage), crc)
         if self._has_checksums and crc != entry.CRC:
             raise Damage(f"the checksum of its record data/{key} is {crc:#010x}, expected {entry.CRC:#010x}")
 

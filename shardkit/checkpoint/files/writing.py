@@ -134,7 +134,7 @@ def _remove_what_was_left(folder: str, prefix: str) -> None:
                     shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
 
 
-def is_alive(process: str, wrote: float | None = None) -> bool:
+def is_alive(process: str, wrote: float) -> bool:
     """Says whether a process of this machine, by its number, runs.
 
     Args:
@@ -147,8 +147,8 @@ def is_alive(process: str, wrote: float | None = None) -> bool:
         return False
     except (PermissionError, ValueError):
         pass
-    began = None if wrote is None else _began(process)
-    return wrote is None or began is None or began <= wrote + _CLOCKS
+    began = _began(process)
+    return began is None or began <= wrote + _CLOCKS
 
 
 def _began(process: str) -> float | None:

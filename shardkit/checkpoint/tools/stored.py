@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import math
 import mmap
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -21,6 +20,7 @@ from ...errors import ConfigurationError, DamagedFileError, ShardkitError
 from ...layout import Box, whole_box
 from ...torch_seams.tensors import memory_of, narrowed, storage_order
 from ...types import StateDict, Tree
+from ..files.loading import Damage, read_into
 from ..format.metadata import dotted
 
 _LARGE = 1 << 16
@@ -189,7 +189,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
 class _Source:
     def __init__(self, file: BinaryIO, place: FilePlace, name: str) -> None:
         self._file, self._place, self._name = file, place, name
-        self._crc = 0
+        self._crc = None if place.crc is None else 0
 
     def fill(self, view: torch.Tensor, skip: int) -> None:
         """Reads a part, from a number of elements on; compares its checksum, where it is known."""
@@ -206,7 +206,7 @@ class _Source:
         if strides is not None and view.dim() > 0:
             view = view.permute(storage_order(view.shape, strides) or [])
         self._in_order(view)
-        if self._place.crc is not None and self._crc != self._place.crc:
+        if self._crc != self._place.crc:
             raise DamagedFileError(
                 f"{self._place.path}: tensor {self._name!r} has other bytes than were written (checksum "
                 f"{self._crc:#010x}, expected {self._place.crc:#010x}). Take another copy of the file, or an earlier "
@@ -228,17 +228,13 @@ class _Source:
                 self._in_order(view[start : start + step] if row <= BLOCK else view[start])
 
     def _into(self, tensor: torch.Tensor) -> None:
-        memory, done = memory_of(tensor), 0
-        while done < len(memory):
-            count = self._file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
-            if not count:
-                raise DamagedFileError(
-                    f"{self._place.path} ends in the middle of tensor {self._name!r}; take another copy of the file, "
-                    "or an earlier checkpoint"
-                )
-            if self._place.crc is not None:
-                self._crc = zlib.crc32(memory[done : done + count], self._crc)
-            done += count
+        try:
+            self._crc = read_into(self._file, tensor, self._crc)
+        except Damage:
+            raise DamagedFileError(
+                f"{self._place.path} ends in the middle of tensor {self._name!r}; take another copy of the file, "
+                "or an earlier checkpoint"
+            ) from None
 
 
 Path: TypeAlias = tuple[object, ...]
