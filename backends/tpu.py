@@ -122,8 +122,7 @@ class TpuBackend(AcceleratorBackend):
         )
         for line in told.stdout.splitlines():
             if line.startswith(_TELL):
-                found: dict[str, str] = json.loads(line.removeprefix(_TELL))
-                return found
+                return json.loads(line.removeprefix(_TELL))  # type: ignore[no-any-return]
         why = told.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise BackendError(
             f"torch_tpu can't arrange {world_size} ranks on this machine's TPUs: {why[0]}. Launch as many ranks as the "

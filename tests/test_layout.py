@@ -213,7 +213,7 @@ BLOCKS = {
 def test_padding_of_published_blocks(name: str) -> None:
     shapes = BLOCKS[name]
     numel = sum(math.prod(shape) for shape in shapes)
-    for world_size in (8, 64, 512, 4096):
+    for world_size in (*range(1, 65), 512, 4096):
         rows_layout.cache_clear()
         begin = time.perf_counter()
         layout = rows_layout(shapes, world_size)
@@ -224,7 +224,8 @@ def test_padding_of_published_blocks(name: str) -> None:
         elif name == "Llama 8B":
             assert padding <= 0.01
         rows_padded = sum(rounded_up(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
-        if rows_padded > numel:  # FSDP2's, which pads the rows of each
+        # FSDP2's, which pads the rows of each; at other numbers of ranks both pad little
+        if rows_padded > numel and world_size in (8, 64, 512, 4096):
             assert layout.padded_numel < rows_padded
         assert layout.grains is not None
         for shape, grain in zip(shapes, layout.grains, strict=True):

@@ -68,7 +68,15 @@ def test_units_in_place(rank: int) -> None:
     model = _model()
     shardkit.fully_shard(model[0], reshard=shardkit.ReshardPolicy(after_forward=False))
     shardkit.fully_shard(model)
-    (root, first), (alone,) = shardkit.summary(model).units, shardkit.summary(model[0]).units
+    found = shardkit.summary(model)
+    (root, first), (alone,) = found.units, shardkit.summary(model[0]).units
+    assert not any(u.cuts_rows for u in found.units)
+    long = shardkit.fully_shard(nn.Sequential(nn.Linear(512, 3, bias=False), nn.Linear(3, 5)))
+    (unit,) = shardkit.summary(long).units
+    assert unit.cuts_rows
+    assert 0 < unit.padding < 0.01
+    assert f"{100 * unit.padding:.1f} %" in str(shardkit.summary(long))
+    assert "! (the root): rows are cut between ranks" in str(shardkit.summary(long))
     assert (root.parameters, root.shard) == (144, 4 * 72)
     assert (first.name, first.stays) == ("0", "to backward")
     assert alone.parameters == 72

@@ -555,8 +555,7 @@ class FlatParameter(nn.Parameter):
             copied = FlatParameter([self.data], self.requires_grad)
             memo[id(self)] = copied
             copied.__setstate__(copy.deepcopy(self._state(), memo))
-        result: FlatParameter = memo[id(self)]
-        return result
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def _like_this(self, other: torch.Tensor) -> FlatParameter:
         """Makes a flat parameter of the same parameters with the data, gradient and requires_grad of another tensor."""

@@ -91,8 +91,7 @@ class GatheredParameter(nn.Parameter):
             make, (*facts, attributes) = self.__reduce_ex__(2)
             memo[id(self)] = make(*facts, {})
             memo[id(self)].__dict__.update(copy.deepcopy(attributes, memo))  # of the user's class
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Tree:
         return _with_attributes, (nn.Parameter(self.data.clone(), self.requires_grad), self.__dict__)
@@ -366,8 +365,7 @@ def hidden(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _order(module: nn.Module) -> dict[str, int]:
     """Gives places of names among those that a module was written with."""
-    order: dict[str, int] = module.__dict__.get(ORDER, {})
-    return order
+    return module.__dict__.get(ORDER, {})  # type: ignore[no-any-return]
 
 
 def without_values(kind: type[torch.Tensor], tensor: torch.Tensor) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class UnitFacts:
         shard: bytes of its shards.
         gathered: bytes of its parameters while they are in use.
         padding: share of what is gathered that belongs to no parameter.
+        cuts_rows: ranks have parts of rows, since whole ones would pad more.
         stays: when it is gathered for longer than it is used.
         on_host: what of it is in host memory.
     """
@@ -47,6 +49,7 @@ class UnitFacts:
     kind: str = ""
     padding: float = 0.0
     on_host: str = ""
+    cuts_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ def _facts(state: ShardingState, path: str, is_root: bool) -> UnitFacts:
         padding=(padded - numel) / padded if padded else 0.0,
         stays=_stays(state, is_root),
         on_host=_on_host(options.offload, flats),
+        cuts_rows=any(
+            p.start % max(1, math.prod(f.originals[p.item].shape[1:]))
+            for f in flats
+            for p in (f.layout.pieces() if f.layout.grains is not None else ())
+        ),
     )
 
 
@@ -164,6 +172,8 @@ def _warnings(units: Sequence[UnitFacts], world_size: int) -> list[str]:
             f"{some(small)}: gathers less than {in_bytes(_SMALL)}, which takes longer to start than to send. Make "
             "larger parts units (wrap what is around them)"
         )
+    if cut := [u.name for u in units if u.cuts_rows]:
+        found.append(f"{some(cut)}: rows are cut between ranks, since whole ones would need more padding")
     for u in units:
         if u.gathered >= _WORTH and u.parameters > _LARGE * total and world_size > 1:
             found.append(

@@ -299,7 +299,8 @@ def test_the_command_says_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
     command = ["estimate", "tests.estimate.test_estimates:experiment", "--ranks", "8,64"]
     assert cli.main([*command, "--strategy", "all", "--device", "h100", "--compiled"]) == 0
     text = capsys.readouterr().out
-    assert "a step on h100" in text
+    assert f"a step on h100; {DEVICES['h100'].source}" in text
+    assert all(device.source for device in DEVICES.values())
     assert text.count("FSDP2  ") == 2
     assert "samples/s a rank" in text
     assert "  yes" in text  # 80 GiB

@@ -273,6 +273,17 @@ def test_parts_of_buffers_are_aligned(wrapper: str, dtype: torch.dtype) -> None:
         assert not found
 
 
+def _forwards(rank: int, build: Callable[[nn.Module], Parts]) -> int:
+    device, net = current_device(), build(nn.Sequential(*[Block() for _ in range(UNITS)]))[0]
+    assert device is not None
+    for _ in range(2):  # the first one learns the order
+        device.most_in_flight = 0
+        loss = net(torch.randn(3, WIDTH)).sum()
+        most = device.most_in_flight
+        loss.backward()
+    return int(most)
+
+
 @pytest.mark.parametrize("wrap", [fsdp, in_place])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int, wrap: Any) -> None:
@@ -289,3 +300,5 @@ def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int,
     reduction = 1.5 * 1.03  # packed gradients with flags, and the shard of their sum
     for device in backend.devices:
         assert device.most_in_flight <= (1 + prefetch + reduction) * size
+    forwards = shardkit.launch(_forwards, 2, backend="streams", args=(build,), timeout=30)
+    assert forwards == [(1 + prefetch) * size] * 2

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardkit import sharding_of
-from tests.figures.counters import OperationCounter, memory_of
+from tests.doors import through
+from tests.figures.counters import CallCounter, OperationCounter, memory_of, quiet_collector
 from tests.figures.gpt import (
     P,
     build,
@@ -103,7 +105,7 @@ LIMITS: list[tuple[tuple[str, ...], str, Callable[[int, str, str], float], dict[
     (("shardkit",), "resident", most, {4: 1.10 * theory_resident(4)}),
     (("balanced",), "resident", most, {2: 2.02 * P, 4: min(1.52 * P, 1.08 * theory_resident(4))}),
     (OSS, "peak", mean, times(1.15, theory_peak)),
-    (OSS, "peak", most, {2: 1.15 * theory_peak(2)}),
+    (OSS, "peak", most, {2: 3.00 * P}),
     (("shardkit",), "peak", most, {4: 1.22 * theory_peak(4)}),
     (("balanced",), "peak", most, {2: 2.80 * P, 4: min(2.30 * P, 1.15 * theory_peak(4))}),
     (OSS, "operations", over_bare, {2: 76, 4: 150}),
@@ -182,8 +184,8 @@ def test_peak_bytes_of_four_ranks_are_not_above_those_of_torch() -> None:
 # At most, of two and of four ranks: operations, Python calls of the main thread, resident and peak over P. In some
 # steps a thread of gloo still holds what it sent when a unit is freed, and 130 calls look for views that modules keep.
 DOORS = {
-    "fsdp": {2: (730, 1290, 1.52, 2.80), 4: (800, 1390, 0.77, 1.95)},
-    "fully_shard": {2: (765, 1550, 1.52, 2.80), 4: (835, 1650, 0.77, 1.95)},
+    "fsdp": {2: (730, 1042, 1.52, 2.80), 4: (785, 1310, 0.77, 1.95)},
+    "fully_shard": {2: (765, 1400, 1.52, 2.80), 4: (835, 1550, 0.77, 1.95)},
     "dtensors": {2: (860, 2700, 1.52, 2.80), 4: (880, 2800, 0.77, 1.98)},
 }
 
@@ -215,6 +217,55 @@ def test_a_fixed_order_of_sums_sends_and_holds_no_more() -> None:
     assert most(2, "in_order", "sent") <= 1.01 * fsdp_sent(2)
     for figure in ("resident", "peak", "operations", "calls"):
         assert most(2, "in_order", figure) <= 1.2 * most(2, "fully_shard", figure)
+
+
+class Mixed(nn.Module):
+    """Trainable parameters of two dtypes, and frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.fixed = (nn.Linear(200, 200) for _ in range(3))
+        self.second.to(torch.bfloat16)
+        self.fixed.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fixed(self.second(self.first(x).to(torch.bfloat16)).float())
+
+
+def _mixed(rank: int, door: str) -> Counter[str]:
+    model = through(door, nn.Sequential(Mixed(), Mixed(), Mixed()), "0", "1", "2")
+    for _ in range(3):
+        with OperationCounter(2) as counter:
+            model(torch.ones(2, 200)).sum().backward()
+    return counter.collectives
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
+def test_a_unit_of_two_dtypes_is_a_message_for_each_in_each_direction(door: str) -> None:
+    """Three units, all gathered twice but the last; what is frozen travels with what is trainable."""
+    assert rank_pool(2).run(_mixed, door) == [{"alltoall_base_": 2 * (3 + 2) + 2 * 3}] * 2
+
+
+def _updated(rank: int, implementation: str) -> tuple[int, set[str]]:
+    """Python calls of a warm step of AdamW, and the functions of torch's DTensors that it and a backward call."""
+    trainer = IMPLEMENTATIONS[implementation](build("gpt"))
+    for step in range(3):
+        with quiet_collector(), CallCounter() as calls:
+            loss("gpt", trainer.model, step, rank, 16).backward()
+        with quiet_collector(), CallCounter() as update:
+            trainer.optimizer.step()
+        trainer.zero_grad()
+    found = {*calls.by_function, *update.by_function}
+    return update.calls, {name for path, name in found if "/distributed/tensor/" in path}
+
+
+def test_optimizers_do_not_pay_for_dtensors() -> None:
+    """At most half of what AdamW takes over FSDP2's; no function of torch's DTensors is called in a step."""
+    theirs, ours = (rank_pool(2).run(_updated, name) for name in ("torch_fsdp2", "dtensors"))
+    for (calls, tensors), (most_calls, of_torch) in zip(ours, theirs, strict=True):
+        assert calls <= most_calls / 2
+        assert not tensors
+        assert of_torch
 
 
 def _adapted(rank: int, how: str) -> tuple[Counter[str], float]:

@@ -13,7 +13,7 @@ import shardkit
 from shardkit import FSDP, OffloadPolicy, PrecisionPolicy, ReducePolicy, ReshardPolicy, hybrid_groups
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, LifecycleError, RankMismatchError
-from tests.beside import assert_same, reread, steps_beside, train_beside
+from tests.beside import assert_same, reread, steps_beside, train_beside, whole
 from tests.doors import linears, through
 from tests.fsdp_models import MODELS, WIDTH, batch, build
 from tests.pools import on_ranks, rank_pool
@@ -137,19 +137,20 @@ class Centred(nn.Linear):
         return super().forward(x) - self.weight.data.mean() * self.weight.detach().norm()
 
 
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard", "dtensors"])
 @pytest.mark.parametrize("mode", ["inside a unit", "inside the root", "outside"])
 @on_ranks(2)
-def test_torch_compile(rank: int, mode: str) -> None:
+def test_torch_compile(rank: int, mode: str, door: str) -> None:
     plain, model = (linears(WIDTH, 7, 5, 1) for _ in range(2))
     plain[2].__class__ = model[2].__class__ = Centred
     if mode == "inside a unit":
-        model[2] = FSDP(torch.compile(model[2], backend="aot_eager"))
-        sharded = FSDP(model)
+        model[2] = through(door, torch.compile(model[2], backend="aot_eager"))
+        sharded = through(door, model)
     elif mode == "inside the root":
-        model[2] = FSDP(model[2])
-        sharded = FSDP(torch.compile(model, backend="aot_eager"))
+        model[2] = through(door, model[2])
+        sharded = through(door, torch.compile(model, backend="aot_eager"))
     else:
-        sharded = wrapped(model)
+        sharded = through(door, model, "2")
     run = torch.compile(sharded, backend="aot_eager") if mode == "outside" else sharded
 
     def loss(m: Any, r: int, step: int) -> torch.Tensor:
@@ -158,7 +159,7 @@ def test_torch_compile(rank: int, mode: str) -> None:
     steps_beside(
         rank, 2, sharded, plain, loss, [torch.optim.SGD(m.parameters(), **SGD) for m in (sharded, plain)]
     )
-    for a, b in zip(sharded.state_dict().values(), plain.state_dict().values(), strict=True):
+    for a, b in zip(whole(sharded.state_dict()).values(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

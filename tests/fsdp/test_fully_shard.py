@@ -138,6 +138,13 @@ def test_the_module_stays_what_it_was(rank: int, world_size: int) -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     if world_size > 1:
         assert sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters())
+        block = model.blocks[0]
+        loss_of(model, batch(rank, 0)).backward()
+        for views in ([*block.parameters()], [p.grad for p in block.parameters() if p.grad is not None]):
+            assert (
+                len({t.untyped_storage().data_ptr() for t in views if t.numel()}) == 1
+            )  # the unit's one shard
+        assert all(p.grad is not None for p in block.parameters())
     tokens = batch(0, 0)
     with torch.no_grad():
         torch.testing.assert_close(model.generate(tokens), plain.generate(tokens))

@@ -87,9 +87,10 @@ NAMES = {
         "clip(gradients)", "overflow.wait(gradients)",
     ),
 }  # fmt: skip
+NAMES["fully_shard"] = NAMES["dtensors"] = NAMES["fsdp"]
 
 
-@pytest.mark.parametrize("way", ["fsdp", "sharded_ddp"])
+@pytest.mark.parametrize("way", NAMES)
 @on_ranks(2)
 def test_a_profile_has_the_names(rank: int, way: str) -> None:
     model, optimizer = sharded(way, "")
@@ -100,8 +101,8 @@ def test_a_profile_has_the_names(rank: int, way: str) -> None:
             scaler.unscale_(optimizer)
             if isinstance(optimizer, shardkit.OSS):
                 optimizer.clip_grad_norm(1.0)
-            elif isinstance(model, shardkit.FSDP):
-                model.clip_grad_norm_(1.0)
+            else:
+                shardkit.sharding_of(model).clip_grad_norm_(1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

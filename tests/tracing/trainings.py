@@ -91,7 +91,7 @@ def sharded(way: str, slow: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         owners = shardkit.OSS(model.parameters(), torch.optim.AdamW, lr=1e-3)
         return shardkit.ShardedDDP(model, owners), owners
     units = [f"layers.{k}" for k in range(len(model.layers))]
-    model = through("FSDP" if way == "fsdp" else "fully_shard", model, *units)
+    model = through({"fsdp": "FSDP", "whole": "fully_shard"}.get(way, way), model, *units)
     if way == "whole":
         Muon.seconds = SLOW * (slow == "step")
         return model, shardkit.WholeParameters(model, Muon, lr=1e-3)

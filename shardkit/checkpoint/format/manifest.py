@@ -56,8 +56,7 @@ def new_hasher(name: str) -> Hasher:
             "the checksums of this checkpoint are xxhash's, which is not installed: pip install xxhash, "
             "or read without comparing them (verify=False)"
         ) from None
-    hasher: Hasher = xxhash.xxh3_64()
-    return hasher
+    return xxhash.xxh3_64()  # type: ignore[no-any-return]
 
 
 def hash_of(data: bytes | bytearray | memoryview, name: str) -> str:

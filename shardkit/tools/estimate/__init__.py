@@ -186,8 +186,7 @@ class _Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, **like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return result
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
 
 
 def with_adapters(subject: Subject, rank: int, frozen: Frozen = "reshard") -> Subject:
@@ -287,8 +286,7 @@ def from_hugging_face(
 
     def loss(found: nn.Module, batch: int) -> torch.Tensor:
         tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
-        result: torch.Tensor = found(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return result
+        return found(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
 
     name = path.stem if path.stem != "config" else made.model_type
     chosen = optimizer_named(optimizer or "AdamW")
@@ -651,8 +649,7 @@ def _fused(
     )[0]
 
 
-# ------------------------------------------------------------ reports
-# Estimates for people, and as data.
+# ------------------------------------------------------------ reports, for people and as data
 
 
 def as_text(subject: Subject, estimates: Sequence[Estimate], limit: float | None = None) -> str:
