@@ -273,15 +273,16 @@ def test_parts_of_buffers_are_aligned(wrapper: str, dtype: torch.dtype) -> None:
         assert not found
 
 
-def _forwards(rank: int, build: Callable[[nn.Module], Parts]) -> int:
+def _step(rank: int, build: Callable[[nn.Module], Parts]) -> tuple[int, Counter[str]]:
+    """Returns the most bytes in flight of a forward, and collectives of the step."""
     device, net = current_device(), build(nn.Sequential(*[Block() for _ in range(UNITS)]))[0]
     assert device is not None
     for _ in range(2):  # the first one learns the order
-        device.most_in_flight = 0
+        device.most_in_flight, issued = 0, len(device.issued)
         loss = net(torch.randn(3, WIDTH)).sum()
         most = device.most_in_flight
         loss.backward()
-    return int(most)
+    return most, Counter(call[1] for call in device.issued[issued:])
 
 
 @pytest.mark.parametrize("wrap", [fsdp, in_place])
@@ -300,5 +301,7 @@ def test_collectives_run_ahead_by_as_many_units_as_are_prefetched(prefetch: int,
     reduction = 1.5 * 1.03  # packed gradients with flags, and the shard of their sum
     for device in backend.devices:
         assert device.most_in_flight <= (1 + prefetch + reduction) * size
-    forwards = shardkit.launch(_forwards, 2, backend="streams", args=(build,), timeout=30)
-    assert forwards == [(1 + prefetch) * size] * 2
+    # the last unit stays gathered; of two ahead the first ones come as one message
+    collectives = {"all_gather_into": 2 * UNITS - 1 - (prefetch > 1), "reduce_scatter_into": UNITS}
+    found = shardkit.launch(_step, 2, backend="streams", args=(build,), timeout=30)
+    assert found == [((1 + prefetch) * size, collectives)] * 2
