@@ -79,11 +79,6 @@ class WaitReport(NamedTuple):
         recent = [Call(*call) for call in entry["recent"]]
         return cls(entry["beat"], waits, entry["issued"], recent, entry["job"])
 
-    def contradiction(self, call: Call) -> Call | None:
-        """Returns what this rank issued in the place of another rank's ``call``, if they can't meet."""
-        place = call[:2]
-        return next((c for c in self.recent if c[:2] == place and not c.meets(call)), None)
-
 
 # ------------------------------------------------------------ where a program is when it communicates
 _OURS = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))  # shardkit, or a checkout

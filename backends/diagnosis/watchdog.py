@@ -27,6 +27,7 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import functools
 import json
 import logging
 import math
@@ -308,8 +309,8 @@ class Watch:
 
     def _elsewhere(self, call: Call, rank: int, theirs: WaitReport) -> str:
         """Says where a rank is that can't come to ``call``; empty if it may. See the notes on top."""
-        other = theirs.contradiction(call)
-        if other is not None:
+        other = next((c for c in theirs.recent if c[:2] == call[:2] and not c.meets(call)), None)
+        if other is not None:  # in the place of this call, which it can't meet
             return f"is in {other.describe()}"
         if theirs.issued.get(call.channel, 0) >= call.sequence:
             self._suspects.pop(rank, None)
@@ -573,7 +574,6 @@ def end_vain_wait(
 
 
 _watchdog = Watchdog()
-_hooked = False
 
 
 def begin_job() -> None:
@@ -603,11 +603,8 @@ def _note(error: BaseException) -> None:
 listen_to_errors(_note)
 
 
+@functools.cache
 def _publish_uncaught_errors() -> None:
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     previous, previous_of_threads = sys.excepthook, threading.excepthook
 
     def publish(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

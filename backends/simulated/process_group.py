@@ -404,14 +404,10 @@ def host_for_devices() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, _replaced(getattr(owner, name), replacement)))
         answers = dict.fromkeys(_NOTHING) | dict.fromkeys(_ZERO, 0) | {"is_available": False}
         for name, value in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, _answering(value)))
+            # a new function each: torch.compile tells functions of torch's apart by what they are
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=value, **__: answer))
         stack.callback(_forget_rules)
         yield
-
-
-def _answering(value: object) -> Callable[..., object]:
-    """Returns a new function each time: torch.compile tells functions of torch's apart by what they are."""
-    return lambda *_, **__: value
 
 
 def _forget_rules() -> None:

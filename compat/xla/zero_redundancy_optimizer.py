@@ -346,7 +346,8 @@ class ZeroRedundancyOptimizer(OSS):
             super().step(**kwargs)
         finally:
             for segment in self.placement.segments:
-                segment.stand_down()
+                segment.notice_clearing()  # no parameter shows a gradient on behalf of the others
+                segment.clear_gradient()
             for p, gradient in local.items():
                 p.grad = gradient
         return loss

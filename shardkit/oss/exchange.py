@@ -16,18 +16,21 @@ wait for, what another one sends at its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _functional_call
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backend import Group, ReduceOp, Work, not_compiled
-from ..checks import are_several, facts_of_all, numbers_of
+from ..checks import are_several, check_same_everywhere, facts_of_all, numbers_of, parameter_fact
 from ..errors import ConfigurationError, LifecycleError
 from ..layout import alignment, buckets_by_size, rounded_up, segment_layout
 from ..policy import ReducePolicy
@@ -42,13 +45,14 @@ from ..torch_seams.hooks import (
     GradientHook,
     GradientHooks,
     after_backward,
+    callers,
     check_asked_gradients,
     current_backward,
     moments,
     tensors_in,
     watch_outputs,
 )
-from ..torch_seams.tensors import alike, as_plain, dense_strides
+from ..torch_seams.tensors import alike, as_plain, dense_strides, memory_of
 from ..tracing.ranges import Range, Ranges, leave
 from ..types import ProcessGroup, Tree
 from .optimizer import OSS
@@ -451,9 +455,13 @@ class GradientExchange:
         policy: ReducePolicy,
         buffers: BufferSync,
         run_id: str,
+        syncs: bool,
     ) -> None:
-        self.state = BackwardState(self._backward_ended)
-        self._module = module
+        self.state = BackwardState(self._end_of_backward)
+        self._module, self._syncs = module, syncs
+        self._loads: list[
+            list[object]
+        ] = []  # that ranks have not agreed on; digests of what was there before the first
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self.group = group
@@ -507,7 +515,6 @@ class GradientExchange:
             optimizer.refresh_trainable()
         self._watched = list(dict.fromkeys([*self._module.parameters(), *owner]))
         _exchanges.update((p, weakref.ref(self)) for p in self._watched)
-        self._seen = self._look()
         trainable = [p for p in dict.fromkeys(self._module.parameters()) if p.requires_grad]
         trainable.reverse()  # backward reaches the last module first
         in_order = self.policy.order is not None
@@ -534,6 +541,7 @@ class GradientExchange:
         for part in self._parts if self._reducer is None else (self._reducer, *self._parts):
             for param, before, after in part.hooks():
                 self.hooks.attach(param, before, after)
+        self._seen = self._look()
 
     def _reduce_to_owners(self, trainable: list[nn.Parameter], owner: dict[nn.Parameter, int]) -> None:
         sparse = sparse_parameters(self._module)
@@ -550,21 +558,20 @@ class GradientExchange:
         if rows:
             self._parts.append(SparseReducer(rows, [owner[p] for p in rows], self._channel, self.state))
 
-    def _look(self) -> tuple[Tree, ...]:
-        watched = self._watched
-        return (
-            # a step may have found others frozen, which have been unfrozen since
-            [o._trainable for o in self._optimizers],
-            [p.requires_grad for p in watched],
-            [p.dtype for p in watched],
-            [p.device for p in watched],
-            sum([len(o.param_groups) for o in self._optimizers]),
-        )
+    def _look(self) -> list[Tree]:
+        own, facts = set[int](), list[Tree]()
+        for m in paths_in(self._module):
+            own.update(map(id, m._parameters.values()))
+        for o in self._optimizers:  # a step may have found others frozen, which have been unfrozen since
+            facts += o._trainable, len(o.param_groups)
+        for p in self._watched:
+            facts += p.requires_grad, p.dtype, p.device
+        return [own, *facts]
 
     @not_compiled
     def refresh_if_changed(self, warn: bool) -> None:
-        """Rebuilds after parameters were frozen, unfrozen, moved, cast, or added to an optimizer."""
-        if self._look() != self._seen:
+        """Rebuilds after parameters were frozen, unfrozen, moved, cast, replaced, or added; not for one call alone."""
+        if self._look() != self._seen and all(f.f_code is not _functional_call.__code__ for f in callers()):
             if warn:
                 logger.warning("the module's trainable parameters changed; rebuilding the gradient buckets")
             self.refresh()
@@ -580,12 +587,18 @@ class GradientExchange:
         means = self._frozen_means.union(*[part.means() for part in parts])
         frozen = {p for p in self._watched if p.grad is not None and not p.requires_grad}
         has_own = self.state.unreduced and not frozen <= means
+        what = "the module's parameters, of which some were frozen, unfrozen, moved, replaced or added,"
+        facts = [(name, parameter_fact(p)) for name, p in self._module.named_parameters()]
         # a rank without a gradient of it would go on, and wait for the others
-        if any(facts_of_all([self.group], has_own, label="gradients of frozen parameters")):
+        if any(check_same_everywhere(self.group, facts, what, has_own)):
             raise LifecycleError(
                 "a parameter was frozen between backwards inside of no_sync(): the gradient that it has would never be "
                 "averaged over ranks. Freeze it before the step's first backward or after step(), or clear its gradient"
             )
+        if self._syncs:  # those that are new
+            broadcast_module(self._module, self._channel, self._seen[0])
+            for segment in (s for o in self._optimizers for s in o.placement.segments):
+                segment.take_values()
         self._build()
         self.adopt_means(means)
         self._frozen_means = frozen & means
@@ -596,11 +609,24 @@ class GradientExchange:
             if isinstance(part, ToOwners):
                 part.adopt_means(params | part.means())
 
-    def forget_errors(self) -> None:
-        """Forgets what compression has left out so far."""
+    def begin_load(self) -> None:
+        """Notes that values come, on this rank alone maybe; what compression has left out so far is forgotten."""
         for bucket in self.buckets:
             if bucket.compressed is not None:
                 bucket.compressed.feedback.forget()
+        self._loads.append([] if self._loads else self._digests())
+
+    def _digests(self) -> list[object]:
+        if self.group.backend.even_shards_only:  # there to read values would run what is recorded
+            return [object()]
+        params = [p.detach().cpu().contiguous() for p in self._module.parameters() if p.numel()]
+        return [zlib.crc32(memory_of(p)) for p in params]
+
+    def _agree_on_loads(self) -> None:
+        """Tells other ranks that values were loaded here, unless they are again what they were on all ranks."""
+        loads, self._loads = self._loads, []
+        if self._digests() != loads[0] or not (self._syncs or loads[1:]):
+            self._order.agree(f"load_state_dict() of {self.name}")
 
     def check_device(self) -> None:
         """Raises ConfigurationError if the module was moved to a device of another type."""
@@ -618,24 +644,23 @@ class GradientExchange:
         self.recover()
         if self._is_new:
             self._is_new = False
-            self._check_gradients()
+            for name, param in self._module.named_parameters():
+                if param.grad is not None and param.grad.requires_grad:
+                    raise ConfigurationError(
+                        f"rank {self.group.rank}: the gradient of {name} requires a gradient itself, and reductions "
+                        "have none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
+                    )
         self.state.raised = ""
         if not self.state.is_due:
             self.state.began = next(moments)
         if not self.state.accumulating:
+            if self._loads:
+                self._agree_on_loads()
             self._buffers.sync_if_changed()
         if self.rounds is not None:
             self.rounds.begin()
         self._forwards.append(self.ranges.forward())
         self._forwards[-1].__enter__()
-
-    def _check_gradients(self) -> None:
-        for name, param in self._module.named_parameters():
-            if param.grad is not None and param.grad.requires_grad:
-                raise ConfigurationError(
-                    f"rank {self.group.rank}: the gradient of {name} requires a gradient itself, and reductions have "
-                    "none; detach it (param.grad = param.grad.detach()), or clear it by zero_grad()"
-                )
 
     @not_compiled
     def fail_forward(self, error: BaseException) -> None:
@@ -689,11 +714,9 @@ class GradientExchange:
         if self._may_send() and self._reducer is not None:
             self._reducer.send_rest()
 
-    def _backward_ended(self) -> None:
-        if not self.state.accumulating:
-            self._end_of_backward()
-
-    def _end_of_backward(self) -> None:
+    def _end_of_backward(self, of_all: bool = False) -> None:
+        if self.state.accumulating and not of_all:
+            return
         with self.ranges.finish():
             if self._reducer is not None:
                 self._reducer.finish()
@@ -725,7 +748,7 @@ class GradientExchange:
                 "No gradients wait to be reduced: reduce() was called twice, or there was no backward inside no_sync() "
                 "since the last reduction."
             )
-        self._end_of_backward()
+        self._end_of_backward(of_all=True)
 
     @not_compiled
     def _before_step(self) -> None:
@@ -734,6 +757,8 @@ class GradientExchange:
                 "the last backward did not finish (it raised an exception), so gradients are incomplete. Call "
                 "zero_grad() on the wrapped model and run forward and backward again before step()."
             )
+        if self._loads:
+            self._agree_on_loads()
         if self.rounds is not None:
             self.rounds.check_step()
         if self._buffers.changed and not self.state.accumulating:
@@ -766,6 +791,18 @@ class GradientExchange:
 
 
 _exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
+_load = nn.Module.load_state_dict
+
+
+@functools.wraps(_load)
+def _load_heard(self: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
+    """Loads into any module, and those who train its parameters hear of it: hooks would be in copies and files."""
+    for of in {found() for p in self.parameters() if (found := _exchanges.get(p)) is not None} - {None}:
+        of.begin_load()
+    return _load(self, *args, **kwargs)
+
+
+nn.Module.load_state_dict = _load_heard  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -946,13 +983,25 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Group, label: str
             t.copy_(piece.view(t.shape))
 
 
-def broadcast_module(module: nn.Module, group: Group) -> None:
-    """Replaces the others' parameters and buffers by rank 0's."""
+def broadcast_module(module: nn.Module, group: Group, known: Collection[int] = ()) -> None:
+    """Replaces the others' parameters by rank 0's, but for those of known ids; buffers too, where none are."""
     if group.world_size == 1:
         return
     for p in module.parameters():  # one at a time: no second copy of the model
-        broadcast_together([p], group, "parameters of rank 0")
-    broadcast_together(list(module.buffers()), group, "buffers of rank 0")
+        if id(p) not in known:
+            broadcast_together([p], group, "parameters of rank 0")
+    broadcast_together(list(module.buffers() if not known else ()), group, "buffers of rank 0")
+
+
+def paths_in(module: nn.Module) -> dict[nn.Module, str]:
+    """Finds all modules in it, each once: torch's own walk makes several calls of Python's for each."""
+    modules, paths = [module], {module: ""}
+    for m in modules:  # which grows
+        for name, child in m._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = f"{paths[m]}{name}."
+                modules.append(child)
+    return paths
 
 
 class BufferSync:
@@ -981,18 +1030,13 @@ class BufferSync:
 
         Not those that are registered later and not saved: what a forward caches may be of another length on each rank.
         """
-        modules, paths = [self._module], {self._module: ""}
         found: dict[int, tuple[tuple[object, ...], torch.Tensor]] = {}
-        for m in modules:  # which grows: torch's own walk makes several calls of Python's for each
+        for m, path in paths_in(self._module).items():
             for name, b in m._buffers.items():
                 if b is not None and (
                     name not in m._non_persistent_buffers_set or (m, name) in self._unsaved
                 ):
-                    found.setdefault(id(b), ((paths[m] + name, b.shape, b.dtype), b))
-            for name, child in m._modules.items():
-                if child is not None and child not in paths:
-                    paths[child] = f"{paths[m]}{name}."
-                    modules.append(child)
+                    found.setdefault(id(b), ((path + name, b.shape, b.dtype), b))
         return dict(found.values())
 
     def sync(self, new: bool = True) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -480,9 +480,7 @@ class OSS(Optimizer):
         """
         problem, params = None, list(self._parameters())
         try:
-            check_loadable(state_dict, self.param_groups)
-            is_known = getattr(self.optim, "updates", type(self.optim)) in KNOWN
-            check_shapes(state_dict, params, self.optim.state, is_known)
+            self._check_loadable(state_dict)
         except ConfigurationError as error:
             problem = error
         compared = state_dict
@@ -494,6 +492,24 @@ class OSS(Optimizer):
         check_same_state(self._group, compared, problem)
         kept = [p if self.placement.keeps_state_of(p) else None for p in params]
         self.take_state(selected(state_dict, kept))
+
+    def _check_loadable(self, state_dict: StateDict) -> None:
+        """Raises ConfigurationError unless it has this optimizer's groups and, of whatever owner, shapes."""
+        check_form(state_dict)
+        saved = [len(g["params"]) for g in state_dict["param_groups"]]
+        mine = [len(g["params"]) for g in self.param_groups]
+        if saved != mine:
+            raise ConfigurationError(
+                f"loaded state dict has parameters per group {saved}, this optimizer has {mine}; build it over the "
+                "same param groups first"
+            )
+        states, own = [], []
+        for position, (i, p) in enumerate(zip(_indices(state_dict), self._parameters(), strict=True)):
+            found = state_dict["state"].get(i)
+            if isinstance(found, dict):
+                states.append((f"{position} (shape {tuple(p.shape)})", p.shape, found))
+                own.append(self.optim.state.get(p, {}))
+        check_state(states, own, getattr(self.optim, "updates", type(self.optim)) in KNOWN)
 
     def take_state(self, state_dict: StateDict) -> None:
         """Loads the state of those parameters alone that :attr:`placement` keeps here; nothing is sent."""
@@ -721,37 +737,6 @@ def collect(
     if everybody is None:
         return None
     return dict(sorted({i: s for part in everybody for i, s in part.items()}.items()))
-
-
-def check_loadable(state_dict: StateDict, groups: list[ParamGroup]) -> None:
-    """Raises ConfigurationError (a ValueError) unless the dict has the groups and parameters of this optimizer."""
-    check_form(state_dict)
-    saved = [len(g["params"]) for g in state_dict["param_groups"]]
-    mine = [len(g["params"]) for g in groups]
-    if saved != mine:
-        raise ConfigurationError(
-            f"loaded state dict has parameters per group {saved}, this optimizer has {mine}; build it over the same "
-            "param groups first"
-        )
-
-
-def check_shapes(
-    state_dict: State, params: Sequence[nn.Parameter], own: Mapping[torch.Tensor, State], is_elementwise: bool
-) -> None:
-    """Raises ConfigurationError if the state of any parameter, of whatever owner, has another shape.
-
-    Args:
-        params: what they are here.
-        own: the state that this rank's optimizer has of some of them.
-        is_elementwise: see :func:`~shardkit.optimizer_state.kinds.check_state`.
-    """
-    states, mine = [], []
-    for position, (i, p) in enumerate(zip(_indices(state_dict), params, strict=True)):
-        found = state_dict["state"].get(i)
-        if isinstance(found, dict):
-            states.append((f"{position} (shape {tuple(p.shape)})", p.shape, found))
-            mine.append(own.get(p, {}))
-    check_state(states, mine, is_elementwise)
 
 
 def selected(state_dict: State, kept: Sequence[nn.Parameter | None]) -> State:

@@ -157,11 +157,6 @@ class FlatSegment:
         self.own.grad = torch.zeros_like(self.own) if is_there and self.own.grad is not None else None
         self._flags = self._flags if is_there else None
 
-    def stand_down(self) -> None:
-        """Clears it, and no parameter shows a gradient on behalf of the others."""
-        self.notice_clearing()
-        self.clear_gradient()
-
     def check_counts(self, optimizer: Optimizer) -> None:
         """Warns, once, of a parameter that the next step counts with the others; see [Note: counts] in ``kinds.py``."""
         if self.own.grad is None or self._left_out is None:

@@ -40,7 +40,7 @@ from ..torch_seams.wrappers import (
 )
 from ..tracing.tracer import note_model
 from ..types import ProcessGroup, StateDict, Tree
-from .exchange import BufferSync, GradientExchange, broadcast_module, connect_sync_batch_norm
+from .exchange import BufferSync, GradientExchange, broadcast_module, connect_sync_batch_norm, paths_in
 from .optimizer import OSS
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
                 segment.take_values()
         self._buffers_sync = BufferSync(module, self._group, broadcast_buffers)
         self._exchange: GradientExchange | None = GradientExchange(
-            module, optimizers, self._group, policy, self._buffers_sync, self._run_id
+            module, optimizers, self._group, policy, self._buffers_sync, self._run_id, sync_module_states
         )
         # hooks on parameters outlive the wrapper; a module may be wrapped again
         weakref.finalize(self, self._exchange.close).atexit = False
@@ -164,8 +164,8 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         parameters = list(module.parameters())
         owned = [p for o in optimizers for p in o._parameters() if o.owner_of(p) == self._group.rank]
         what = (
-            f"{type(self).__name__} of {len(parameters)} parameters ({_bytes_of(parameters)} bytes), "
-            f"{_bytes_of(owned)} bytes of them owned by this rank"
+            f"{type(self).__name__} of {len(parameters)} parameters ({sum(p.nbytes for p in parameters)} bytes), "
+            f"{sum(p.nbytes for p in owned)} bytes of them owned by this rank"
         )
         logger.info(announced(what, self._group, order_in_words(policy, self._group.world_size)))
 
@@ -213,11 +213,6 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
             self._exchange.check_device()
         return self
 
-    def _load_from_state_dict(self, *args: Tree, **kwargs: Tree) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        if self._exchange is not None:
-            self._exchange.forget_errors()
-
     def _connected(self) -> GradientExchange:
         if self._exchange is None:
             raise LifecycleError(
@@ -254,15 +249,10 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the module and of its optimizers' own parts."""
         if set_to_none and type(self.module).zero_grad is nn.Module.zero_grad:
-            modules: list[nn.Module | None] = [self.module]
-            seen: set[nn.Module] = set()
-            for m in modules:  # which grows: torch's own walk makes nine calls of Python's for each parameter
-                if m is not None and m not in seen:
-                    seen.add(m)
-                    for p in m._parameters.values():
-                        if p is not None:
-                            p.grad = None
-                    modules += m._modules.values()
+            for m in paths_in(self.module):
+                for p in m._parameters.values():
+                    if p is not None:
+                        p.grad = None
         else:
             self.module.zero_grad(set_to_none)
         for optimizer in self._sharded_optimizers:
@@ -304,7 +294,3 @@ def _sharded(optimizer: OSS | AroundOSS | Sequence[OSS | AroundOSS], policy: Red
             )
         optimizers.append(o)
     return optimizers
-
-
-def _bytes_of(params: Sequence[torch.Tensor]) -> int:
-    return sum(p.numel() * p.element_size() for p in params)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardkit
-from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError
+from shardkit.errors import ConfigurationError, LifecycleError, OutOfStepError, ShardkitError
 from shardkit.nn.data_parallel import ShardedDataParallel
 from tests.beside import SGD, assert_same, batch, mean_square, steps_beside
 from tests.fsdp_models import build
@@ -337,3 +337,107 @@ def test_several_modules(world_size: int, backend: str) -> None:
         rank_pool(world_size, backend).run(_two, world_size, how)
     for end in run_once(world_size, backend, _two_out_of_order, world_size):
         assert re.search(r"the end of backward of Sequential \d", end), end
+
+
+# ------------------------------------------------------------------ values and parameters from elsewhere
+def _loaded(model: nn.Module, how: str, state: dict[str, Any]) -> None:
+    if how == "a part":
+        model.module[2].load_state_dict({"weight": state["2.weight"]})  # type: ignore[index]
+    elif how == "the wrapper":
+        model.load_state_dict({f"module.{k}": v for k, v in state.items()})
+    else:
+        model.module.load_state_dict(state, assign=how == "assigned")
+
+
+LOADS = ["the wrapper", "the module", "a part", "assigned"]
+
+
+def _loads_alone(rank: int, who: int, how: str, when: str) -> str:
+    inner = build(mlp)
+    oss = shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1)
+    model = shardkit.ShardedDDP(inner, oss)
+    state = {k: v + 1 for k, v in inner.state_dict().items()}
+    try:
+        for step in range(3):
+            for at in ("before a forward", "before a step"):
+                _loaded(model, how, state) if (at, step, rank) == (when, 1, who) else None
+                mean_square(model, rank, step).backward() if at == "before a forward" else oss.step()
+    except ShardkitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", ["before a forward", "before a step"])
+@pytest.mark.parametrize("how", LOADS)
+def test_what_one_rank_loads_alone(how: str, when: str, who: int) -> None:
+    for end in run_once(2, "simulated" if who else "gloo", _loads_alone, who, how, when):
+        assert re.search("state_dict|replaced or added", end), end
+
+
+@pytest.mark.parametrize("how", LOADS[:3])
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(1, 2, 3, (2, "simulated"))
+def test_what_all_ranks_load_or_one_puts_back(rank: int, world_size: int, how: str, sync: bool) -> None:
+    """Before and after wrapping, and while rank 0 evaluates alone."""
+    plain, inner = build(mlp), build(mlp)
+    other = {k: v + 1 for k, v in plain.state_dict().items()}
+    inner.load_state_dict(other) if rank and sync else None  # rank 0's replace it
+    oss, optimizer = shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1), SGD(plain.parameters())
+    model = shardkit.ShardedDDP(inner, oss, sync_module_states=sync)
+    for step in range(4):
+        own = {k: v.clone() for k, v in inner.state_dict().items()}
+        if step == 1:
+            for m in (model, nn.ModuleDict({"module": plain})):
+                _loaded(m, how, other)
+        elif rank == 0 or step == 3:
+            for state in (other, own):
+                _loaded(model, how, state)
+        steps_beside(rank, world_size, model, plain, mean_square, [oss, optimizer], [step])
+        assert_same(inner, plain, f"rank {rank}, step {step}")
+
+
+class _Scaled(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.by = nn.Parameter(torch.rand(7) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def _halved(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A loss with parameters that are there for a call."""
+    halves = {k: 0.5 * p for k, p in model.named_parameters()}
+    return torch.func.functional_call(model, halves, (batch(rank, step),)).square().mean()
+
+
+@pytest.mark.parametrize("how", ["a module", "a parameter", "assigned"])
+@pytest.mark.parametrize("owned", [True, False])
+@on_ranks(1, 2, 3, (2, "simulated"))
+def test_parameters_registered_later(rank: int, world_size: int, how: str, owned: bool) -> None:
+    """Reduced, from rank 0's values on, whether the OSS updates them or another optimizer."""
+    plain, inner = build(mlp), build(mlp)
+    oss, optimizer = shardkit.OSS(inner.parameters(), torch.optim.SGD, lr=0.1), SGD(plain.parameters())
+    model = shardkit.ShardedDDP(inner, oss)
+    optimizers: list[Any] = [oss, optimizer]
+    for step in range(4):
+        if step == 1:
+            for module, seed in ((inner, rank), (plain, 0)):
+                new, first = _Scaled(seed), module[0]  # type: ignore[index]
+                if how == "a module":
+                    module[0] = nn.Sequential(first, new)  # type: ignore[index]
+                elif how == "a parameter":
+                    first.bias = new.by
+                else:
+                    first.load_state_dict({"weight": first.weight + seed, "bias": new.by}, assign=True)
+                added = list((new if how == "a module" else first).parameters())[-1:]
+                if owned and module is inner:
+                    oss.add_param_group({"params": added})
+                else:
+                    optimizers.append(SGD(added))
+        steps_beside(
+            rank, world_size, model, plain, _halved if step == 2 else mean_square, optimizers, [step]
+        )
+        assert_same(inner, plain, f"rank {rank}, step {step}")
