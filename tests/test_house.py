@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_254
+LINES = 64_253
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_087,
-    "compat": 9_324,
+    "backends": 7_075,
+    "compat": 9_325,
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_462,
     "shardkit/flattening": 819,
@@ -22,7 +22,7 @@ PARTS = {
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_337,
     "shardkit/optimizers": 564,
-    "shardkit/oss": 3_066,
+    "shardkit/oss": 3_076,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_679,
     "shardkit/tools": 7_386,

@@ -1098,7 +1098,9 @@ class Engine:
             if landing is not None:
                 landing.forget()
         for unit in self.units:
-            unit.drop_local_gradients()
+            for one, _ in unit.local_gradients():
+                one.drop()
+            unit.keeps_local = False
             unit.release()
             unit.end_backward()
         self._release_kept()

@@ -112,6 +112,7 @@ from ..torch_seams.tensors import (
 from ..tracing.ranges import UNNAMED, Ranges
 from ..types import AnyCallable, StateDict, Tree
 from .originals import (
+    GatheredParameter,
     OriginalParameter,
     Place,
     ReleasedParameter,
@@ -1155,6 +1156,7 @@ class RegisteredShard:
     ) -> None:
         self.flat, self.first = flat, number
         self.original = original = flat.originals[number]
+        self.is_told = issubclass(original.kind, GatheredParameter)  # when that is frozen or unfrozen
         self.originals, self.places, self.position = [original], original.places, original.position
         self.layout, self.offset, self.shape = listed
         self.numel = numel = math.prod(self.shape)
@@ -1750,7 +1752,7 @@ class FlatParam:
         in_order = self.reduce.order is not None
         return gradient_class(self.group, "the FSDP root's clip_grad_norm_", True, in_order=in_order)
 
-    has_loaded = False
+    has_loaded = is_told = False
     first = position = 0  # it has all of its original parameters
 
     def path_of(self, number: int) -> str:

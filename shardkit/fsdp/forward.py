@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -181,17 +181,6 @@ def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return value.t() if saved.transposed else value
 
 
-@not_compiled
-def saving_originals_by_name() -> AbstractContextManager[object]:
-    """Has what autograd saves of original parameters inside taken anew in backward; see the note above.
-
-    Somebody else's hooks for saved tensors (activation checkpointing, offloading, an outer unit's) win.
-    """
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return nullcontext()
-    return saved_tensors_hooks(_pack, _unpack)
-
-
 class Entered(NamedTuple):
     """A forward that is inside of a unit.
 
@@ -344,7 +333,8 @@ def enter(
         raise
     if engine.is_lazy and not is_inside:
         around = ExitStack()
-        around.enter_context(saving_originals_by_name())
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # else somebody's own hooks win
+            around.enter_context(saved_tensors_hooks(_pack, _unpack))
         entered = entered._replace(around=around)
     return entered, args, kwargs
 

@@ -63,6 +63,7 @@ as_tensors = torch._C.DisableTorchFunctionSubclass
 _param_of = attrgetter("param")
 _DATA: Any = torch.Tensor.data  # how torch gets and sets it
 get_data, set_data = _DATA.__get__, _DATA.__set__  # torch.compile can't trace these
+_TRAINS: Any = torch.Tensor.requires_grad
 _GRADIENT = frozenset({"get grad", "get _grad", "set grad", "set _grad", "delete grad"})
 
 
@@ -85,6 +86,17 @@ class GatheredParameter(nn.Parameter):
     def detach(self) -> torch.Tensor:
         """Returns the same, which a program may keep, too."""
         return _noted(self, super().detach())
+
+    def requires_grad_(self, requires_grad: bool = True) -> GatheredParameter:
+        """Freezes or unfreezes it, and what modules list of it alone: what is said of that next is newer."""
+        _TRAINS.__set__(self, requires_grad)
+        if (owner := owner_of(self)) is not None:
+            for listing in owner.flat.listings[owner.number : owner.number + 1]:
+                if listing.is_told:
+                    listing.param.requires_grad = requires_grad
+        return self
+
+    requires_grad: Any = property(_TRAINS.__get__, requires_grad_)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: Memo) -> nn.Parameter:
         if id(self) not in memo:

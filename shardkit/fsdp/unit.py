@@ -922,20 +922,19 @@ class Unit:
         changed = False
         for flat, trained in zip(self.flats, self._trained, strict=True):
             now = list(map(_requires_grad, flat.listings))
-            if now != trained:
-                for listing, listed, before in zip(flat.listings, now, trained, strict=True):
-                    for original in listing.originals if listed != before else ():
-                        original.param.requires_grad_(listed)
             with as_tensors():
                 trainable = list(map(_requires_grad, flat.originals))
-            if trainable != flat.trainable:
-                changed = True
-                for k, listing in enumerate(flat.listings):
-                    with as_tensors():
-                        trains = any(map(_requires_grad, listing.originals))
-                    if trains != now[k]:
-                        listing.param.requires_grad = now[k] = trains  # of this alone, unlike requires_grad_
-            trained[:] = now
+            if now == trained and trainable == flat.trainable:
+                continue
+            for k, listing in enumerate(flat.listings):
+                was_told = listing.is_told and trainable[listing.first] != flat.trainable[listing.first]
+                trains = True in trainable[listing.first : listing.first + len(listing.originals)]
+                if now[k] != trained[k] or was_told:  # it is newer
+                    for original in listing.originals:
+                        original.param.requires_grad_(now[k])
+                elif trains != now[k]:
+                    listing.param.requires_grad = now[k] = trains  # of this alone, unlike requires_grad_
+            trained[:], changed = now, True
         if changed:
             self.attach()
         return changed
@@ -1107,11 +1106,6 @@ class Unit:
         with as_tensors():
             originals = chain.from_iterable(map(_originals_of, self.flats))
             return any(map(is_not, map(_grad_of, originals), repeat(None)))  # of every unit in every backward
-
-    def drop_local_gradients(self) -> None:
-        for one, _ in self.local_gradients():
-            one.drop()
-        self.keeps_local = False
 
     def end_backward(self) -> None:
         """Gets ready for the next one."""

@@ -49,12 +49,15 @@ def _trained(
     return model.state_dict()
 
 
-def _unfrozen(model: nn.Module) -> dict[str, torch.Tensor]:
-    net: Any = getattr(model, "module", model)
+def _unfrozen(door: Any, by_attribute: bool) -> dict[str, torch.Tensor]:
+    net = build(Net)
+    kept, model = [net.first.weight, net.middle.weight], door(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        if step < 2:
-            (net.first if step else net.middle).weight.requires_grad_(False)
+        if step < 2 and by_attribute:
+            kept[step].requires_grad = False
+        elif step < 2:
+            kept[step].requires_grad_(False)
         if step:
             model.requires_grad_()
         optimizer.zero_grad()
@@ -63,11 +66,13 @@ def _unfrozen(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole(model.state_dict())
 
 
-@pytest.mark.parametrize("door", ["FSDP", "torch_fsdp"])
+@pytest.mark.parametrize("by_attribute", [True, False])
+@pytest.mark.parametrize("door", DOORS)
 @on_ranks(1, 2, 3)
-def test_all_is_unfrozen_after_a_part_of_a_flat_parameter(rank: int, door: str) -> None:
-    """What is listed looked trainable before, as other parts of it were; with a step between, and without."""
-    torch.testing.assert_close(_unfrozen(DOORS[door](build(Net))), _unfrozen(build(Net)))
+def test_all_is_unfrozen_after_a_parameter_that_was_kept(rank: int, door: str, by_attribute: bool) -> None:
+    """What is listed looked trainable before, as it or other parts of it were; with a step between, and without."""
+    plain = _unfrozen(lambda net: net, by_attribute)
+    torch.testing.assert_close(_unfrozen(DOORS[door], by_attribute), plain)
 
 
 class Scaled(Net):
