@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_253
+LINES = 64_258
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_075,
@@ -16,13 +16,13 @@ PARTS = {
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_462,
     "shardkit/flattening": 819,
-    "shardkit/fsdp": 11_492,
+    "shardkit/fsdp": 11_495,
     "shardkit/integrations": 510,
     "shardkit/launching": 560,
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_337,
     "shardkit/optimizers": 564,
-    "shardkit/oss": 3_076,
+    "shardkit/oss": 3_078,
     "shardkit/pipeline": 1_506,
     "shardkit/reduction": 1_679,
     "shardkit/tools": 7_386,

@@ -1098,9 +1098,7 @@ class Engine:
             if landing is not None:
                 landing.forget()
         for unit in self.units:
-            for one, _ in unit.local_gradients():
-                one.drop()
-            unit.keeps_local = False
+            unit.drop_local_gradients()
             unit.release()
             unit.end_backward()
         self._release_kept()

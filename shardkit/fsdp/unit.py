@@ -1107,6 +1107,11 @@ class Unit:
             originals = chain.from_iterable(map(_originals_of, self.flats))
             return any(map(is_not, map(_grad_of, originals), repeat(None)))  # of every unit in every backward
 
+    def drop_local_gradients(self) -> None:
+        for one, _ in self.local_gradients():
+            one.drop()
+        self.keeps_local = False
+
     def end_backward(self) -> None:
         """Gets ready for the next one."""
         if self.is_held and not self.keep_after_backward:

@@ -459,9 +459,9 @@ class GradientExchange:
     ) -> None:
         self.state = BackwardState(self._end_of_backward)
         self._module, self._syncs = module, syncs
-        self._loads: list[
-            list[object]
-        ] = []  # that ranks have not agreed on; digests of what was there before the first
+        # that ranks have not agreed on; digests of what was there before the first
+        self._loads: list[list[object]] = []
+        _hear_of_loads()
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
         self.group = group
@@ -791,18 +791,20 @@ class GradientExchange:
 
 
 _exchanges: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of parameters
-_load = nn.Module.load_state_dict
 
 
-@functools.wraps(_load)
-def _load_heard(self: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
-    """Loads into any module, and those who train its parameters hear of it: hooks would be in copies and files."""
-    for of in {found() for p in self.parameters() if (found := _exchanges.get(p)) is not None} - {None}:
-        of.begin_load()
-    return _load(self, *args, **kwargs)
+@functools.cache
+def _hear_of_loads() -> None:
+    """Has modules that load a state tell those who train their parameters: hooks would be in copies and files."""
+    theirs = nn.Module.load_state_dict
 
+    @functools.wraps(theirs)
+    def load_state_dict(self: nn.Module, *args: Tree, **kwargs: Tree) -> Tree:
+        for of in {found() for p in self.parameters() if (found := _exchanges.get(p)) is not None} - {None}:
+            of.begin_load()
+        return theirs(self, *args, **kwargs)
 
-nn.Module.load_state_dict = _load_heard  # type: ignore[method-assign]
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
