@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_258
+LINES = 64_262
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_075,
@@ -28,7 +28,7 @@ PARTS = {
     "shardkit/tools": 7_386,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_550,
-    "shardkit/training": 4_679,
+    "shardkit/training": 4_683,
     "shardkit/wrapping": 1_003,
 }
 ANY = 160  # lines that name typing.Any; there were 1,162 when the limit was set

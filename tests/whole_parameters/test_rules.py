@@ -176,6 +176,10 @@ def test_integers_among_the_parameters(rank: int) -> None:
                 model(xs if model is models[0] else x).square().mean().backward()
                 optimizer.step()
         torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
+        with pytest.raises(
+            ConfigurationError, match=r"LBFGS adds steps to .*, which has integers: make it a buffer"
+        ):
+            WholeParameters(models[1], torch.optim.LBFGS, lr=0.1)
 
 
 # ------------ What a step sends, counted: what theory says, in one all-to-all each way, and nothing for

@@ -433,6 +433,10 @@ def _accepted_dimensions(build: OptimizerClass, options: Kwargs, dims: set[int])
 def _rule(build: OptimizerClass, options: Kwargs, members: Sequence[int], parts: Sequence[Part]) -> Rule:
     """Returns the rule; what its class needs is found out by trying it."""
     probe = _probe(build, options, len(parts[members[0]].shape))
+    listed = {parts[k].name: parts[k].listed for k in members}
+    integers = [name for name, p in listed.items() if not (p.is_floating_point() or p.is_complex())]
+    if integers and isinstance(probe, LBFGS):
+        raise ConfigurationError(f"LBFGS adds steps to {integers[0]!r}, which has integers: make it a buffer")
     kind, group = _kind(probe, lambda params: build(params, **options)), options_of(probe.param_groups[0])
     return Rule(build, options, tuple(members), kind, group, dict(probe.defaults), isinstance(probe, LBFGS))
 
