@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_262
+LINES = 64_261
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_075,
@@ -24,7 +24,7 @@ PARTS = {
     "shardkit/optimizers": 564,
     "shardkit/oss": 3_078,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_679,
+    "shardkit/reduction": 1_678,
     "shardkit/tools": 7_386,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_550,

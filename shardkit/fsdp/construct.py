@@ -468,7 +468,7 @@ def _check_reduction(found: Found) -> None:
             computed = [wire or options.precision.compute or dtype for dtype in floats]
             check_compressible(compression, computed, group.backend)
     if reduce.order is not None:
-        check_order(reduce, group.world_size, found.modules)
+        check_order(reduce, found.modules)
         if state.replicas is not None and state.replicas.world_size > 1:
             refuse_replicas(reduce, group, state.replicas)
         if found.mesh is not None:

@@ -1073,7 +1073,7 @@ class Engine:
                 refuse_steps.note(self.rounds)
 
     def recover(self) -> None:
-        """Forgets a backward that died of an exception."""
+        """Discards the state of a backward that raised."""
         if self.state.task != NO_BACKWARD:
             check_one_thread(self, "a call")
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:

@@ -459,8 +459,8 @@ class GradientExchange:
     ) -> None:
         self.state = BackwardState(self._end_of_backward)
         self._module, self._syncs = module, syncs
-        # that ranks have not agreed on; digests of what was there before the first
-        self._loads: list[list[object]] = []
+        # that ranks have not agreed on; a digest of what was there before the first
+        self._loads: list[str] = []
         _hear_of_loads()
         self._device_type = next((p.device.type for p in module.parameters()), "")
         self._optimizers = list(optimizers)
@@ -614,19 +614,19 @@ class GradientExchange:
         for bucket in self.buckets:
             if bucket.compressed is not None:
                 bucket.compressed.feedback.forget()
-        self._loads.append([] if self._loads else self._digests())
+        self._loads.append("" if self._loads else self._digest())
 
-    def _digests(self) -> list[object]:
+    def _digest(self) -> str:
         if self.group.backend.even_shards_only:  # there to read values would run what is recorded
-            return [object()]
+            return ""
         params = [p.detach().cpu().contiguous() for p in self._module.parameters() if p.numel()]
-        return [zlib.crc32(memory_of(p)) for p in params]
+        return f"{zlib.crc32(repr([zlib.crc32(memory_of(p)) for p in params]).encode()):x}"
 
     def _agree_on_loads(self) -> None:
-        """Tells other ranks that values were loaded here, unless they are again what they were on all ranks."""
-        loads, self._loads = self._loads, []
-        if self._digests() != loads[0] or not (self._syncs or loads[1:]):
-            self._order.agree(f"load_state_dict() of {self.name}")
+        """Tells other ranks which values were loaded here, unless they are again what they were on all ranks."""
+        loads, self._loads, now = self._loads, [], self._digest()
+        if not now or now != loads[0] or not (self._syncs or loads[1:]):
+            self._order.agree(f"load_state_dict() of {self.name} {now}")
 
     def check_device(self) -> None:
         """Raises ConfigurationError if the module was moved to a device of another type."""
@@ -685,7 +685,7 @@ class GradientExchange:
 
     @not_compiled
     def recover(self) -> None:
-        """Forgets a backward that died of an exception."""
+        """Discards the state of a backward that raised."""
         if self.state.task != NO_BACKWARD and current_backward() == NO_BACKWARD:
             self.state.task = NO_BACKWARD
             if self._reducer is not None:

@@ -146,7 +146,7 @@ class ShardedDDP(PreparedForAccelerate, nn.Module):
         refuse_writers(module.named_modules(), self._group)
         sent = {policy.dtype or p.dtype for p in module.parameters()}
         check_compressible(policy.compression, sent, self._backend)
-        check_order(policy, self._group.world_size, module.named_modules())
+        check_order(policy, module.named_modules())
         if self._backend.even_shards_only:
             refuse_other(policy, f"ShardedDDP on {self._backend.name}; take FSDP there")
         connect_sync_batch_norm(module, group, self._group)

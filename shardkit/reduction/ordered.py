@@ -54,21 +54,15 @@ def announced(what: str, group: Group, order: str) -> str:
 
 
 # ------------------------------------------------------------ what can't have one
-def check_order(reduce: ReducePolicy, world_size: int, modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_order(reduce: ReducePolicy, modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises ConfigurationError for what depends on the number of ranks; alike on all ranks, since options are."""
-    count = microbatches(reduce, world_size)
-    if not count:
-        return
-    for path, m in modules:
+    for path, m in modules if reduce.order is not None else ():
         if isinstance(m, nn.SyncBatchNorm) or getattr(m, "track_running_stats", False):
-            raise _refused(
+            refuse_other(
+                reduce,
                 f"{path or 'the module'!r}, a {type(m).__name__}: its statistics are those of the batches that a rank "
-                "has seen. Take a norm without statistics (GroupNorm, LayerNorm)"
+                "has seen. Take a norm without statistics (GroupNorm, LayerNorm)",
             )
-
-
-def _refused(what: str) -> ConfigurationError:
-    return ConfigurationError(f'order="fixed" is not possible with {what}')
 
 
 def refuse_local(reduce: ReducePolicy, what: str = "no_sync()") -> None:
@@ -87,15 +81,13 @@ def refuse_replicas(reduce: ReducePolicy, group: Group, replicas: Group) -> None
         refuse_other(reduce, "replicas on XLA; shard over all ranks")
     for ranks, step in ((group.ranks, 1), (replicas.ranks, group.world_size)):
         if tuple(ranks) != tuple(range(ranks[0], ranks[0] + len(ranks) * step, step)):
-            refuse_other(
-                reduce, "replicas whose shards are not on consecutive ranks, as hybrid_groups has them"
-            )
+            refuse_other(reduce, "replicas with shards not on consecutive ranks, as hybrid_groups has them")
 
 
 def refuse_other(reduce: ReducePolicy, what: str) -> None:
     """Raises ConfigurationError for what changes gradients by the number of ranks."""
     if reduce.order is not None:
-        raise _refused(what)
+        raise ConfigurationError(f'order="fixed" is not possible with {what}')
 
 
 # ------------------------------------------------------------ gradients
@@ -199,32 +191,26 @@ def exact_norm(
         ConfigurationError: a compiler decides how fp64 is computed.
     """
     if any(not group.backend.has_storage for _, groups in portions for group in groups):
-        raise _refused(
-            "a norm of order 2 on XLA, where devices have no fp64 of their own; clip by norm_type=inf"
-        )
+        what = "a norm of order 2 on XLA, where devices have no fp64 of their own; clip by norm_type=inf"
+        raise ConfigurationError(f'order="fixed" is not possible with {what}')
     with as_plain():
-        return _exact_norm(
-            [([_real(g) for g in gradients if g.numel()], groups) for gradients, groups in portions], like
-        )
-
-
-def _exact_norm(
-    there: Sequence[tuple[Sequence[torch.Tensor], Sequence[Group]]], like: torch.Tensor
-) -> torch.Tensor:
-    found = torch.stack([_over(groups, _largest(rows, like), ReduceOp.MAX) for rows, groups in there]).amax(0)
-    exponent = torch.frexp(found[0])[1].clamp(-1000, 1000)
-    scale = torch.ldexp(torch.ones_like(found[0]), -exponent)
-    total = torch.zeros(4, dtype=torch.int64, device=like.device)
-    for rows, groups in there:
-        part = torch.zeros_like(total)
-        for row in _joined(rows):
-            part += _sums(row, scale.to(row.device)).to(like.device)
-        total += _over(groups, part, ReduceOp.SUM)
-    high, more, low, least = total.double()
-    square = (high * 2.0**_HALF + more) * 2.0**-_BITS + (low * 2.0**_HALF + least) * 2.0 ** (-2 * _BITS)
-    norm = torch.ldexp(square.sqrt(), exponent)
-    norm = torch.where(found[0] == torch.inf, found[0], norm)
-    return torch.where(found[1] > 0, torch.nan, norm).to(like.dtype)
+        there = [([_real(g) for g in gradients if g.numel()], groups) for gradients, groups in portions]
+        found = torch.stack(
+            [_over(groups, _largest(rows, like), ReduceOp.MAX) for rows, groups in there]
+        ).amax(0)
+        exponent = torch.frexp(found[0])[1].clamp(-1000, 1000)
+        scale = torch.ldexp(torch.ones_like(found[0]), -exponent)
+        total = torch.zeros(4, dtype=torch.int64, device=like.device)
+        for rows, groups in there:
+            part = torch.zeros_like(total)
+            for row in _joined(rows):
+                part += _sums(row, scale.to(row.device)).to(like.device)
+            total += _over(groups, part, ReduceOp.SUM)
+        high, more, low, least = total.double()
+        square = (high * 2.0**_HALF + more) * 2.0**-_BITS + (low * 2.0**_HALF + least) * 2.0 ** (-2 * _BITS)
+        norm = torch.ldexp(square.sqrt(), exponent)
+        norm = torch.where(found[0] == torch.inf, found[0], norm)
+        return torch.where(found[1] > 0, torch.nan, norm).to(like.dtype)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

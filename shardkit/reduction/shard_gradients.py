@@ -4,7 +4,7 @@ torch's own functions know nothing of ranks: ``torch.nn.utils.clip_grad_norm_`` 
 another factor, and ``torch.amp.GradScaler`` would skip a step on one rank alone. So between backward and step a
 gradient whose other parts are on other ranks has a class of its own, which answers these two with what is true over
 all ranks. Everything else sees a plain tensor: a norm that somebody takes by hand is that of this rank's part, as code
-written for shards expects. During a step the class is ``torch.Tensor`` again, and costs nothing.
+written for shards expects (a warning says so). In a step the class is ``torch.Tensor`` again, and costs nothing.
 
 [Note: unfinished norms] torch takes the norm of each gradient, stacks these, and takes the norm of the stack. The
 first norms stay this rank's; only that of the stack sums over ranks: one collective, however many gradients there are.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import sys
 import weakref
@@ -226,6 +227,7 @@ def clip_by_global_norm(
 
 # ------------------------------------------------------------ gradients with a class of their own
 _NORM, _NORMS = frozenset({torch.linalg.vector_norm, torch.norm}), torch._foreach_norm
+_ANY_NORM = _NORM | {_NORMS, torch.Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm}
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
 _CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
 _THROUGH_MODE = "__torch_function__"
@@ -255,9 +257,11 @@ class ShardGradient(MarkedTensor):
         cls, func: AnyCallable, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> Tree:
         kwargs = kwargs or {}
-        if (func in _NORM or func is _NORMS) and is_clipping():
-            with as_plain():
-                return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
+        if func in _ANY_NORM:
+            if (func in _NORM or func is _NORMS) and is_clipping():
+                with as_plain():
+                    return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
+            _warn_of_part(cls)
         if func is _MAX and is_clipping():
             raise ConfigurationError(
                 "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
@@ -390,6 +394,15 @@ def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
     if (group := gradient.group_of()) is None:
         raise LifecycleError("the ranks that hold the other parts of this gradient are gone")
     return group
+
+
+@functools.cache
+def _warn_of_part(kind: type[ShardGradient]) -> None:
+    """Warns, once, of a norm that a program takes by itself: it may add the other ranks' parts, or forget them."""
+    logging.getLogger("shardkit").warning(
+        f"rank {_group_of(kind).rank}: a norm of gradients was taken of which other ranks hold parts: it is that of "
+        f"this rank's. torch.nn.utils.clip_grad_norm_, get_total_norm and {kind.instead} give the norm over all ranks"
+    )
 
 
 # ------------------------------------------------------------ torch.nn.utils.clip_grad_norm_ and get_total_norm

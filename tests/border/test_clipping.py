@@ -16,7 +16,7 @@ from shardkit import FSDP, OSS, ShardedDDP, ShardedGradScaler, sharding_of
 from shardkit.backend import get_backend
 from shardkit.errors import ConfigurationError, OutOfStepError, RankMismatchError
 from tests.beside import reread
-from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, run, twins, wrapped
+from tests.border.strategies import GLOO, STRATEGIES, WORLDS, Twins, heard, run, twins, wrapped
 from tests.doors import through
 from tests.pools import on_ranks, rank_pool, run_once
 
@@ -127,6 +127,21 @@ def test_a_norm_by_hand_is_of_the_ranks_own_part(rank: int, world_size: int, str
         torch.distributed.all_reduce(total)
         truth = nn.utils.get_total_norm([p.grad for p in t.plain.parameters()])
         torch.testing.assert_close(total.sqrt(), truth, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
+@on_ranks(2)
+def test_a_norm_by_hand_is_warned_of_once(rank: int, world_size: int, door: str) -> None:
+    model = through(door, nn.Linear(4, 3), group=torch.distributed.new_group())
+    for told in (1, 0):
+        model(torch.ones(2, 4)).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        with heard() as messages:
+            clip_grad.clip_grad_norm_(model.parameters(), MAX_NORM)
+            nn.utils.get_total_norm(gradients)
+            assert not messages
+            torch.stack([g.norm() for g in gradients]).norm()
+        assert [f"rank {rank}: a norm of gradients" in m for m in messages] == [True] * told
 
 
 @on_ranks(*GLOO)

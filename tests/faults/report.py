@@ -86,6 +86,12 @@ What is not covered:
   `sharded_state_dict()`, and the job ends: neither asks the other ranks, since one alone may ask for its part, and what
   DCP sends is torch's. Ranks' parts of two steps are saved then. `shardkit.save_training` refuses it, and whatever
   follows (a forward, a step) raises the OutOfStepError.
+- Norms, means and largest elements that a program takes by itself of what `parameters()` lists are those of this rank's
+  part (over flat parameters and rows), in a loss, too (sums of terms by element, as L1 and L2, are right). Norms of
+  gradients are warned of once. `summon_full_params()` gives whole values, and `fully_shard(dtensors=True)` DTensors.
+- Start values drawn into what `parameters()` lists (`nn.init.normal_(p)`, `p.data.normal_()`) over flat parameters and
+  rows are this rank's: ranks with one seed draw equal parts, and fans are those of parts. Draw before sharding, or
+  inside of `summon_full_params()`.
 - Norms: ranks that clip the gradients of two models in another order get a norm of both. (Gathers, backwards, steps and
   state dicts of two models in another order are refused.)
 - Adam and other optimizers that count steps, over flat parameters (`FSDP`, `torch_fsdp` with `use_orig_params=False`):
