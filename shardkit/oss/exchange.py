@@ -626,7 +626,7 @@ class GradientExchange:
         """Tells other ranks which values were loaded here, unless they are again what they were on all ranks."""
         loads, self._loads, now = self._loads, [], self._digest()
         if not now or now != loads[0] or not (self._syncs or loads[1:]):
-            self._order.agree(f"load_state_dict() of {self.name} {now}")
+            self._order.agree(f"load_state_dict() of {self.name}, values {now}")
 
     def check_device(self) -> None:
         """Raises ConfigurationError if the module was moved to a device of another type."""
