@@ -71,11 +71,13 @@ def test_units_in_place(rank: int) -> None:
     found = shardkit.summary(model)
     (root, first), (alone,) = found.units, shardkit.summary(model[0]).units
     assert not any(u.cuts_rows for u in found.units)
-    long = shardkit.fully_shard(nn.Sequential(nn.Linear(512, 3, bias=False), nn.Linear(3, 5)))
-    (unit,) = shardkit.summary(long).units
+    short = shardkit.fully_shard(nn.Sequential(nn.Linear(512, 3, bias=False), nn.Linear(3, 5)))
+    (unit,) = shardkit.summary(short).units
     assert unit.cuts_rows
     assert 0 < unit.padding < 0.01
-    assert f"{100 * unit.padding:.1f} %" in str(shardkit.summary(long))
+    assert f"{100 * unit.padding:.1f} %" in str(shardkit.summary(short))
+    assert "rows are cut" not in str(shardkit.summary(short))  # so few elements are nothing to warn of
+    long = shardkit.fully_shard(nn.Linear(2**17, 3, bias=False))
     assert "! (the root): rows are cut between ranks" in str(shardkit.summary(long))
     assert (root.parameters, root.shard) == (144, 4 * 72)
     assert (first.name, first.stays) == ("0", "to backward")

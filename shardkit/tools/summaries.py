@@ -166,14 +166,14 @@ def _dtype(flat: FlatParam) -> str:
 def _warnings(units: Sequence[UnitFacts], world_size: int) -> list[str]:
     total = sum(u.parameters for u in units)
     found = []
+    if cut := [u.name for u in units if u.cuts_rows and u.gathered >= _SMALL]:
+        found.append(f"{some(cut)}: rows are cut between ranks, since whole ones would need more padding")
     small = [u.name for u in units[1:] if u.gathered < _SMALL]
     if small and world_size > 1:
         found.append(
             f"{some(small)}: gathers less than {in_bytes(_SMALL)}, which takes longer to start than to send. Make "
             "larger parts units (wrap what is around them)"
         )
-    if cut := [u.name for u in units if u.cuts_rows]:
-        found.append(f"{some(cut)}: rows are cut between ranks, since whole ones would need more padding")
     for u in units:
         if u.gathered >= _WORTH and u.parameters > _LARGE * total and world_size > 1:
             found.append(
