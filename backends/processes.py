@@ -229,8 +229,8 @@ class RankPool(Pool):
         process.join(5)
         code = process.exitcode
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            return rank, name, f"the process of rank {rank} was ended by {name}"
+            name, stacks = signal.Signals(-code).name, self._names[rank].written()
+            return rank, name, f"the process of rank {rank} was ended by {name}\n{stacks}".rstrip()
         return (
             rank,
             "ProcessExited",
@@ -286,12 +286,12 @@ _SECONDS = 0.5  # in which a process writes its stacks; it does so when it gets 
 _MOST = 8000  # characters shown
 
 _environment_lock = threading.Lock()
-# An expression, since it travels as such.
+# An expression, since it travels as such. A fatal signal has the stacks written, too.
 _SETUP = f"""(
+    __import__("faulthandler").enable(file, True),
     __import__("faulthandler").register({int(getattr(signal, "SIGUSR1", 0))}, file, True),
     name,
-)[1]"""
-_SETUP_AT_DEATH = f"""(__import__("faulthandler").enable(file, True), {_SETUP})[1]"""
+)[2]"""
 
 
 @contextlib.contextmanager
@@ -330,13 +330,11 @@ class Name(str):
 
     file: IO[bytes]
     _sent: bool
-    _at_death: bool
 
-    def __new__(cls, text: str, *, at_death: bool = False) -> Name:
-        """``at_death``: the process writes its stacks when a fatal signal ends it, too."""
+    def __new__(cls, text: str) -> Name:
         name = super().__new__(cls, text)
         name.file = tempfile.TemporaryFile()  # noqa: SIM115
-        name._sent, name._at_death = False, at_death
+        name._sent = False
         return name
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -345,7 +343,7 @@ class Name(str):
             return str, (str(self),)
         self._sent = True  # it is part of what is sent after it, too
         scope = {"file": popen.duplicate_for_child(self.file.fileno()), "name": str(self)}
-        return eval, (_SETUP_AT_DEATH if self._at_death else _SETUP, scope)
+        return eval, (_SETUP, scope)
 
     def stacks(self, pid: int | None) -> str:
         if pid is None or not hasattr(signal, "SIGUSR1"):

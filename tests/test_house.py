@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_261
+LINES = 64_259
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
-    "backends": 7_075,
+    "backends": 7_073,
     "compat": 9_325,
     "shardkit": 2_427,  # the files right there
     "shardkit/checkpoint": 6_462,

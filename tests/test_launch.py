@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -66,6 +67,12 @@ def _one_is_killed(rank: int) -> None:
     torch.distributed.barrier()
 
 
+def _one_crashes(rank: int) -> None:
+    if rank == 1:
+        ctypes.string_at(0)
+    torch.distributed.barrier()
+
+
 def _all_hang(rank: int) -> None:
     time.sleep(600)
 
@@ -81,6 +88,7 @@ def test_failures_come_back_at_once() -> None:
             (_one_raises, "KeyError", "the reason"),
             (_one_hears_of_it_first, "KeyError", "the reason"),
             (_one_is_killed, "SIGKILL", "rank 1"),
+            (_one_crashes, "SIGSEGV", r"rank 1 was ended by SIGSEGV[\s\S]* in _one_crashes"),
         ):
             began = time.monotonic()
             with pytest.raises(shardkit.RankFailedError, match=text) as caught:

@@ -207,7 +207,7 @@ class _ChildPool(Pool):
     def _spawn(
         self, target: Callable[..., None], *args: object, variables: Mapping[str, str]
     ) -> multiprocessing.connection.Connection:
-        self._name = Name("xla-replicas", at_death=True)
+        self._name = Name("xla-replicas")
         with environment(variables):
             self._process, self._connection = spawn(self._name, target, *args)
         return self._connection
