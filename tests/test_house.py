@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = 64_259
+LINES = 64_262
 # Of its parts, each at about what it has; what one gains another one gives.
 PARTS = {
     "backends": 7_073,
     "compat": 9_325,
     "shardkit": 2_427,  # the files right there
-    "shardkit/checkpoint": 6_462,
+    "shardkit/checkpoint": 6_461,
     "shardkit/flattening": 819,
     "shardkit/fsdp": 11_495,
     "shardkit/integrations": 510,
@@ -22,9 +22,9 @@ PARTS = {
     "shardkit/model_parallel": 1_497,
     "shardkit/optimizer_state": 1_337,
     "shardkit/optimizers": 564,
-    "shardkit/oss": 3_078,
+    "shardkit/oss": 3_079,
     "shardkit/pipeline": 1_506,
-    "shardkit/reduction": 1_678,
+    "shardkit/reduction": 1_681,
     "shardkit/tools": 7_386,
     "shardkit/torch_seams": 1_306,
     "shardkit/tracing": 1_550,

@@ -231,6 +231,7 @@ _ANY_NORM = _NORM | {_NORMS, torch.Tensor.norm, torch.linalg.norm, torch.linalg.
 _MAX, _UNSCALE = torch.Tensor.max, torch._amp_foreach_non_finite_check_and_unscale_
 _CLIPPING, _FUNCTIONAL, _OVERRIDES = clip_grad.__dict__, torch.functional.__dict__, torch.overrides.__dict__
 _THROUGH_MODE = "__torch_function__"
+_warned_of_parts: weakref.WeakSet[Group] = weakref.WeakSet()
 _classes: weakref.WeakKeyDictionary[Group, dict[str, type[torch.Tensor]]] = weakref.WeakKeyDictionary()
 
 
@@ -261,7 +262,7 @@ class ShardGradient(MarkedTensor):
             if (func in _NORM or func is _NORMS) and is_clipping():
                 with as_plain():
                     return _unfinished_norms(func is _NORMS, args[0], order_of(*args[1:], **kwargs))
-            _warn_of_part(cls)
+            _warn_of_part(cls, args[0][0] if func is _NORMS else args[0])
         if func is _MAX and is_clipping():
             raise ConfigurationError(
                 "what stands in the place of torch.nn.utils.clip_grad_norm_ here takes the largest element of each "
@@ -396,13 +397,15 @@ def _group_of(gradient: ShardGradient | type[ShardGradient]) -> Group:
     return group
 
 
-@functools.cache
-def _warn_of_part(kind: type[ShardGradient]) -> None:
+def _warn_of_part(kind: type[ShardGradient], of: torch.Tensor) -> None:
     """Warns, once, of a norm that a program takes by itself: it may add the other ranks' parts, or forget them."""
-    logging.getLogger("shardkit").warning(
-        f"rank {_group_of(kind).rank}: a norm of gradients was taken of which other ranks hold parts: it is that of "
-        f"this rank's. torch.nn.utils.clip_grad_norm_, get_total_norm and {kind.instead} give the norm over all ranks"
-    )
+    group = kind.group_of()
+    if group is not None and group not in _warned_of_parts and not is_dtensor(of):  # whose norms are whole
+        _warned_of_parts.add(group)
+        logging.getLogger("shardkit").warning(
+            f"rank {group.rank}: a norm of gradients was taken of which other ranks hold parts: it is of this rank's "
+            f"part alone. torch.nn.utils.clip_grad_norm_, get_total_norm and {kind.instead} give that over all ranks"
+        )
 
 
 # ------------------------------------------------------------ torch.nn.utils.clip_grad_norm_ and get_total_norm

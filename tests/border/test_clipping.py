@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import math
 from typing import Any
 
@@ -142,6 +143,18 @@ def test_a_norm_by_hand_is_warned_of_once(rank: int, world_size: int, door: str)
             assert not messages
             torch.stack([g.norm() for g in gradients]).norm()
         assert [f"rank {rank}: a norm of gradients" in m for m in messages] == [True] * told
+
+
+@on_ranks(2)
+def test_a_norm_by_hand_of_gradients_that_outlive_their_ranks(rank: int, world_size: int) -> None:
+    group = torch.distributed.new_group()
+    model: Any = FSDP(nn.Linear(4, 3), group=group)
+    model(torch.ones(2, 4)).sum().backward()
+    (gradient,) = [p.grad for p in model.parameters()]
+    del model
+    torch.distributed.destroy_process_group(group)
+    gc.collect()
+    torch.testing.assert_close(gradient.norm(), gradient.square().sum().sqrt())
 
 
 @on_ranks(*GLOO)
