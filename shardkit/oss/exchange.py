@@ -617,10 +617,11 @@ class GradientExchange:
         self._loads.append("" if self._loads else self._digest())
 
     def _digest(self) -> str:
-        if self.group.backend.even_shards_only:  # there to read values would run what is recorded
+        # where even shards alone are, to read values would run what is recorded
+        if self.group.world_size == 1 or self.group.backend.even_shards_only:
             return ""
-        params = [p.detach().cpu().contiguous() for p in self._module.parameters() if p.numel()]
-        return f"{zlib.crc32(repr([zlib.crc32(memory_of(p)) for p in params]).encode()):x}"
+        params = (p.detach() for p in self._module.parameters() if p.numel())
+        return f"{zlib.crc32(repr([zlib.crc32(memory_of(p.cpu().contiguous())) for p in params]).encode()):x}"
 
     def _agree_on_loads(self) -> None:
         """Tells other ranks which values were loaded here, unless they are again what they were on all ranks."""

@@ -164,10 +164,9 @@ def contents_as_text(found: StateDict) -> Iterator[str]:
     counts = f"{counted(model['tensors'], 'tensor')}, {counted(model['elements'], 'element')}"
     yield f"model: {where}{counts}, {in_bytes(model['bytes'])}"
     yield f"all: {counted(len(found['tensors']), 'tensor')}, {in_bytes(found['bytes'])}"
-    rows = [
-        (t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), str(t["parts"]))
-        for t in found["tensors"]
-    ]
+    rows = []
+    for t in found["tensors"]:
+        rows.append((t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), str(t["parts"])))
     yield from _table("", ("tensor", "shape", "dtype", "size", "parts"), rows, (3, 4))
     for k, group in enumerate(found["param_groups"]):
         options = ", ".join(f"{n}={v}" for n, v in group.items() if n != "params")
